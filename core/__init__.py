@@ -1,0 +1,44 @@
+"""modelrunner: an LLM execution engine whose core knows no model.
+
+Exports are lazy, so that importing a part of the package (or listing plugins) does not import torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from modelrunner.engine import Engine
+    from modelrunner.hookspecs import hookimpl
+    from modelrunner.llm import LLM
+    from modelrunner.offers import Decline, Offer
+    from modelrunner.request import CompletionOutput, OutputKind, RequestOutput, SamplingParams
+    from modelrunner.settings import RunnerSettings
+
+__version__ = "0.1.0"
+
+_EXPORTS = {
+    "LLM": "llm",
+    "Engine": "engine",
+    "SamplingParams": "request",
+    "RequestOutput": "request",
+    "CompletionOutput": "request",
+    "OutputKind": "request",
+    "RunnerSettings": "settings",
+    "Offer": "offers",
+    "Decline": "offers",
+    "hookimpl": "hookspecs",
+}
+
+__all__ = ["LLM", "CompletionOutput", "Decline", "Engine", "Offer", "OutputKind", "RequestOutput", "RunnerSettings", "SamplingParams", "hookimpl"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_EXPORTS[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_EXPORTS])

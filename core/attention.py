@@ -1,0 +1,95 @@
+"""Attention as a plugin point: the metadata of a step, and the backend that a plugin supplies."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from modelrunner.model_state import CacheGroup, FullAttention
+
+if TYPE_CHECKING:
+    from modelrunner.batch import Batch
+    from modelrunner.ops import Ops
+
+
+@dataclass(frozen=True)
+class AttentionMeta:
+    """What attention over one cache group needs to know of a step. Tensors are exact and on the device; integers are host upper bounds.
+
+    query_start [N+1], query_len [N], seq_len [N] int32; token_row [T], positions [T] int64; slots [T] int64 (-1: do not write);
+    block_table [N, pages] int32. The first `num_decode` rows have exactly `decode_query` query slots each.
+    """
+
+    num_rows: int
+    num_tokens: int
+    num_decode: int
+    decode_query: int
+    max_query: int
+    max_seq_len: int
+    query_start: torch.Tensor
+    query_len: torch.Tensor
+    seq_len: torch.Tensor
+    token_row: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    block_table: torch.Tensor
+
+
+def attention_meta(group: CacheGroup, batch: Batch) -> AttentionMeta:
+    """The core's own metadata for `group`: views of the batch."""
+    return AttentionMeta(
+        num_rows=batch.num_rows,
+        num_tokens=batch.num_tokens,
+        num_decode=batch.num_decode,
+        decode_query=1 + batch.num_draft,
+        max_query=batch.max_query,
+        max_seq_len=batch.max_seq_len,
+        query_start=batch.query_start,
+        query_len=batch.query_len,
+        seq_len=batch.seq_len,
+        token_row=batch.token_row,
+        positions=batch.positions,
+        slots=batch.slots[group.name],
+        block_table=batch.block_tables[group.name],
+    )
+
+
+class AttentionBackend(ABC):
+    """Runs attention over one cache group. One instance per group and engine.
+
+    needs_host_lengths: it cannot work from device lengths alone. capturable: its calls may be captured into a graph.
+    """
+
+    needs_host_lengths: bool = False
+    capturable: bool = True
+
+    def __init__(self, group: FullAttention, cache: torch.Tensor, ops: Ops) -> None:
+        """cache: [num_pages, num_layers, tokens_per_page, 2, num_kv_heads, head_dim]; page 0 is the null page, all zeros."""
+        self.group = group
+        self.cache = cache
+        self.ops = ops
+
+    @abstractmethod
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, meta: AttentionMeta) -> torch.Tensor:
+        """Write k and v at `meta.slots`, then attend causally.
+
+        q: [T, num_heads, head_dim]. k, v: [T, num_kv_heads, head_dim]. layer: index within the group (place in a page).
+        Returns [T, num_heads * head_dim] in q's dtype; rows of invalid tokens are finite.
+        """
+
+
+class BoundAttention:
+    """`attention[group]` of a step: backend and metadata, called with the model's own layer numbers."""
+
+    __slots__ = ("backend", "layer_index", "meta")
+
+    def __init__(self, backend: AttentionBackend, layer_index: dict[int, int], meta: AttentionMeta) -> None:
+        self.backend = backend
+        self.layer_index = layer_index
+        self.meta = meta
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int) -> torch.Tensor:
+        return self.backend.attend(q, k, v, self.layer_index[layer], self.meta)

@@ -1,0 +1,160 @@
+"""One step, as the host planned it (`Plan`) and as the device sees it (`Batch`); what comes back (`Record` words, `Outcome`).
+
+Everything that crosses from host to device is a numpy array inside a frozen dataclass, so that it can be packed and broadcast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum, IntFlag
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+
+
+class Finish(IntEnum):
+    """Finish codes, decided on the device and carried by the record."""
+
+    NONE = 0
+    STOP = 1  # an end-of-sequence or stop token id was sampled
+    LENGTH = 2  # the row's length limit was reached
+    ERROR = 3  # no token had a finite, unmasked logit
+
+
+class Feature(IntFlag):
+    """What a row asks of the tail of a step. The plan carries the union over its rows and so chooses the tail's kind."""
+
+    GREEDY = 0
+    PLAIN = 1  # temperature, top-k, top-p, min-p: sampled with noise
+
+
+class Record(IntEnum):
+    """Word offsets in a record, [words] int32: one record per planned row. Sampled tokens follow from TOKENS on."""
+
+    ROW = 0
+    GENERATION = 1
+    NUM_TOKENS = 2  # tokens sampled in the step: 0 for a chunk that is not the last, or a finished row
+    FINISH = 3
+    LOGPROB = 4  # offset into the step's log-prob buffer, -1 for none
+    TOKENS = 5
+
+
+def record_words(num_draft: int) -> int:
+    """Words of a record when a row may yield up to 1 + num_draft tokens."""
+    return Record.TOKENS + 1 + num_draft
+
+
+@dataclass(frozen=True)
+class Patch:
+    """Edits of the request table, as runs of 32-bit words: run i writes `words[start_i : start_i + length[i]]` at word `dst[i]`,
+    where start_i is the sum of the lengths before it. No two runs of a patch overlap.
+
+    dst: [S] int64, length: [S] int32, words: [W] int32 (other dtypes bit-cast).
+    """
+
+    dst: Int64Array
+    length: Int32Array
+    words: Int32Array
+
+    @property
+    def empty(self) -> bool:
+        return self.dst.size == 0
+
+
+EMPTY_PATCH = Patch(np.empty(0, np.int64), np.empty(0, np.int32), np.empty(0, np.int32))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the host decided for one step. Decode rows (1 + num_draft query tokens) come first, then prefill chunks.
+
+    rows: [N] int32 request-table rows, in batch order. generations: [N] int32 tenancies. num_query: [N] int32 query tokens.
+    max_seq_len: upper bound over rows of computed + query tokens. table_pages: the same per cache group, in pages.
+    features: union over rows. patch: applied before anything else. num_draft: k of the step.
+    """
+
+    step: int
+    rows: Int32Array
+    generations: Int32Array
+    num_query: Int32Array
+    patch: Patch
+    num_decode: int
+    num_tokens: int
+    max_query: int
+    max_seq_len: int
+    table_pages: tuple[int, ...]
+    features: Feature = Feature.GREEDY
+    num_draft: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.rows.size)
+
+
+@dataclass(frozen=True)
+class Drain:
+    """Answer of `plan()` when pages ran out: collect every step in flight and plan again; that plan may preempt."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """A launched step. `entry` names its pinned buffers and its ring entry."""
+
+    plan: Plan
+    entry: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A collected step. records: [N, record_words] int32, row i for plan.rows[i], owned by the receiver."""
+
+    plan: Plan
+    records: Int32Array
+
+
+@dataclass
+class Batch:
+    """The device's view of one step: slices of buffers whose addresses never change. N rows and T tokens, padding included.
+
+    Host integers: num_rows N, num_tokens T, num_decode (the first rows, with 1 + num_draft query tokens each), max_query, max_seq_len
+    (upper bounds). A padded, held or finished row has query_len 0, seq_len 0 and slots of -1, and writes nothing.
+
+    rows [N] int32: request-table row (padding: the scratch row).  query_start [N+1] int32: first token of each row in [0, T].
+    query_len [N] int32: its live query tokens.  computed [N] int32: tokens in the cache before the step.
+    seq_len [N] int32: computed + query_len, 0 for a dead row.  num_accepted [N] int32: tokens of the row's last step that count.
+    samples [N] bool: the row reaches its last known token and so samples.  sample_index [N] int64: that token's place in [0, T).
+    input_ids [T] int64.  positions [T] int64.  token_row [T] int64: place in [0, N) of the token's row.  token_valid [T] bool.
+    slots: group -> [T] int64 token position in the group's cache, -1 to skip.  block_tables: group -> [N, pages] int32, 0 = null page.
+    columns: the request table's columns by name.  buffers: the ModelState's static buffers.
+    """
+
+    num_rows: int
+    num_tokens: int
+    num_decode: int
+    max_query: int
+    max_seq_len: int
+    num_draft: int
+    features: Feature
+    rows: torch.Tensor
+    query_start: torch.Tensor
+    query_len: torch.Tensor
+    computed: torch.Tensor
+    seq_len: torch.Tensor
+    num_accepted: torch.Tensor
+    samples: torch.Tensor
+    sample_index: torch.Tensor
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    token_row: torch.Tensor
+    token_valid: torch.Tensor
+    slots: Mapping[str, torch.Tensor]
+    block_tables: Mapping[str, torch.Tensor]
+    columns: Mapping[str, torch.Tensor]
+    buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)

@@ -1,0 +1,74 @@
+"""Devices: where a step runs. Streams, events, pinned memory, behind one small interface.
+
+The runner hands the device closures. On CUDA and on the CPU they run at once (on CUDA that enqueues kernels); the deferred CPU runs
+them later, in stream order, at seeded random moments, which makes races show without a GPU.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+if TYPE_CHECKING:
+    from modelrunner.settings import RunnerSettings
+
+
+class Event(Protocol):
+    """A point in a stream."""
+
+    def ready(self) -> bool:
+        """True once the work before the point is done; never blocks."""
+
+    def wait(self) -> None:
+        """Block the host until `ready()`."""
+
+
+class PinnedBuffer:
+    """Host memory that the device can read and write: one allocation, seen as a tensor and as a numpy array.
+
+    tensor: [size] uint8. Views of other types share its bytes.
+    """
+
+    def __init__(self, num_bytes: int, pinned: bool) -> None:
+        self.tensor = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=pinned)
+        self.array: npt.NDArray[np.uint8] = self.tensor.numpy()
+
+
+class Device(ABC):
+    """The device interface. `type` is torch's device type ("cpu", "cuda"), by which operations are overridden."""
+
+    type: str = "cpu"
+    name: str = "cpu"
+
+    def __init__(self, settings: RunnerSettings) -> None:
+        self.settings = settings
+        self.torch_device = torch.device(self.type)
+
+    @abstractmethod
+    def pinned(self, num_bytes: int) -> PinnedBuffer:
+        """Allocate host memory for transfers. Start-up only."""
+
+    @abstractmethod
+    def launch(self, work: Callable[[], None]) -> None:
+        """Enqueue `work` on the compute stream. `work` must not synchronise; whatever it reads must stay unchanged until it ran."""
+
+    @abstractmethod
+    def download(self, source: Callable[[], torch.Tensor], target: PinnedBuffer) -> Event:
+        """Enqueue on the side stream, after all work launched so far: copy `source()` (any dtype, contiguous) to the start of `target`."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Wait for everything. Start-up, shutdown and tests only."""
+
+    @abstractmethod
+    def memory(self) -> tuple[int, int]:
+        """Free and total bytes of memory that caches can be taken from."""
+
+    def release(self, buffer: PinnedBuffer) -> None:
+        """The host is done with `buffer` until it writes it again. A testing device poisons it."""
+        return None

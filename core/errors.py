@@ -1,0 +1,27 @@
+"""Exceptions for what a user or a plugin can get wrong. Each message says what was asked, what was found, and what to change."""
+
+from __future__ import annotations
+
+
+class ModelRunnerError(Exception):
+    """Base of all errors that modelrunner raises on purpose."""
+
+
+class RequestError(ModelRunnerError, ValueError):
+    """A request that cannot be served as it was put; only that request is refused."""
+
+
+class SettingsError(ModelRunnerError, ValueError):
+    """A setting that is unknown, out of range, or given twice."""
+
+
+class PluginError(ModelRunnerError):
+    """A plugin that failed to load, or a choice between plugins that cannot be made."""
+
+
+class CheckpointError(ModelRunnerError):
+    """A checkpoint that is missing, damaged, or does not fit the model."""
+
+
+class CapacityError(ModelRunnerError):
+    """Memory or table sizes that cannot hold what was asked for."""

@@ -1,0 +1,275 @@
+"""The ModelState contract: all that the core asks about a model family.
+
+A family subclasses `ModelState`. Methods marked H run on the host, outside the step. Methods marked D enqueue device work, may be
+captured into a graph, and therefore never synchronise: no `.item()`, `.tolist()`, `.cpu()`, no branch on a tensor's value, no allocation whose
+size depends on data. R marks the required ones; every other method has a default that fits a plain decoder.
+
+Dimension letters: T tokens of the step, N rows of the step, H hidden size, V vocabulary size.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from modelrunner.request_table import Column
+
+if TYPE_CHECKING:
+    from modelrunner.attention import AttentionMeta, BoundAttention
+    from modelrunner.batch import Batch
+    from modelrunner.checkpoint import ModelCard
+    from modelrunner.linear import LinearFactory
+    from modelrunner.ops import Ops
+    from modelrunner.request import Request
+    from modelrunner.settings import RunnerSettings
+    from modelrunner.weights import WeightMap
+
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class CacheGroup(ABC):
+    """Layers that share one block table. An open protocol: a family may subclass it for a memory of its own.
+
+    name: key of the group in `attention` and `caches`.
+    layers: the model's layer indices that the group serves, in the order in which they lie in a page.
+    """
+
+    name: str
+    layers: tuple[int, ...]
+
+    @abstractmethod
+    def token_shape(self) -> tuple[int, ...]:
+        """Shape of what one layer keeps for one token, e.g. [2, num_kv_heads, head_dim]."""
+
+    def elements_per_token(self) -> int:
+        """Cache elements that one token takes over all layers of the group."""
+        return len(self.layers) * int(np.prod(self.token_shape()))
+
+    def needed_from(self, length: IntArray) -> IntArray:
+        """Lowest position that computing position `length` and later ones can still read, for an array of lengths (tokens).
+
+        It decides what may be freed (`length` = committed tokens) and what a prefix hit of `length` tokens must find. Full
+        attention needs everything: 0.
+        """
+        return np.zeros_like(length)
+
+
+@dataclass(frozen=True)
+class FullAttention(CacheGroup):
+    """Attention over all earlier tokens.
+
+    scale: factor on q.k. softcap: scores become softcap * tanh(scores / softcap); None for none.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    softcap: float | None = None
+
+    def token_shape(self) -> tuple[int, ...]:
+        return (2, self.num_kv_heads, self.head_dim)
+
+    @property
+    def window(self) -> int | None:
+        """Tokens that a query sees, itself included; None for all."""
+        return None
+
+
+@dataclass(frozen=True)
+class SlidingWindow(FullAttention):
+    """Attention over the last `window_size` tokens, the query's own included."""
+
+    window_size: int = 0
+
+    def __post_init__(self) -> None:
+        if self.window_size < 1:
+            raise ValueError(f"cache group {self.name!r}: window_size is {self.window_size}; it must be at least 1 token")
+
+    @property
+    def window(self) -> int | None:
+        return self.window_size
+
+    def needed_from(self, length: IntArray) -> IntArray:
+        return np.maximum(length - self.window_size + 1, 0)
+
+
+@dataclass(frozen=True)
+class StaticBuffer:
+    """A device tensor that the core allocates before capture and never moves; found as `batch.buffers[name]`.
+
+    shape: ints; "tokens" and "rows" stand for the step's capacities.
+    """
+
+    name: str
+    shape: tuple[int | Literal["tokens", "rows"], ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a ModelState asks the core to allocate.
+
+    cache_groups: one block table each. columns: request-table columns that this state owns.
+    max_model_len: the most tokens (prompt and output) that the model can hold. capture: `full`, or `none` with `capture_reason`.
+    """
+
+    cache_groups: tuple[CacheGroup, ...]
+    hidden_size: int
+    vocab_size: int
+    max_model_len: int
+    dtype: torch.dtype
+    columns: tuple[Column, ...] = ()
+    buffers: tuple[StaticBuffer, ...] = ()
+    tap_points: tuple[str, ...] = ()
+    capture: Literal["full", "none"] = "full"
+    capture_reason: str = ""
+
+
+@dataclass(frozen=True)
+class Yes:
+    """The feature works."""
+
+
+@dataclass(frozen=True)
+class No:
+    """The feature does not work, and why."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Shard:
+    """This process's part of a model split over several devices."""
+
+    rank: int = 0
+    size: int = 1
+
+
+@dataclass(frozen=True)
+class BuildContext:
+    """What `build` gets: build layers from these and from nothing global.
+
+    linear: makes `Linear` layers of the chosen scheme. ops: operations chosen for the device. dtype, device: of parameters and activations.
+    """
+
+    settings: RunnerSettings
+    card: ModelCard
+    ops: Ops
+    linear: LinearFactory
+    dtype: torch.dtype
+    device: torch.device
+    shard: Shard = field(default_factory=Shard)
+
+
+Tap = Callable[[str, torch.Tensor], torch.Tensor]
+
+
+class ModelState(ABC):
+    """A model family, as the core sees it. One instance per engine; `module` is set by the core once `build` returned."""
+
+    module: nn.Module
+
+    def __init__(self, card: ModelCard, settings: RunnerSettings) -> None:
+        self.card = card
+        self.settings = settings
+
+    # ---- start-up ------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def declare(self, card: ModelCard, settings: RunnerSettings) -> Needs:
+        """H R. State what the core must allocate. Raises ValueError for a configuration that the family cannot run."""
+
+    def supports(self, feature: str) -> Yes | No:
+        """H. Answer for a feature: `prefix_cache`, `chunked_prefill`, `speculation`, `prompt_logprobs`, `graphs`, `taps`.
+
+        Asked at start-up for every feature that the settings turn on; a No is an error there, never a silent fallback.
+        """
+        return Yes()
+
+    @abstractmethod
+    def weight_map(self, card: ModelCard) -> WeightMap:
+        """H R. Map checkpoint tensors to the module's parameters."""
+
+    @abstractmethod
+    def build(self, ctx: BuildContext) -> nn.Module:
+        """H R. Create the module with empty parameters on `ctx.device`."""
+
+    def fill_dummy(self, batch: Batch) -> None:
+        """H. Write harmless inputs into the state's own buffers, before warm-up and capture."""
+        return None
+
+    # ---- requests ------------------------------------------------------------------------------------------------
+
+    def add_row(self, row: int, request: Request) -> Mapping[str, Any]:
+        """H. A request takes `row`: the values of this state's own columns, by column name (unnamed ones get their default)."""
+        return {}
+
+    def resume_row(self, row: int, request: Request) -> Mapping[str, Any]:
+        """H. A preempted request comes back in `row`, with all its tokens known."""
+        return self.add_row(row, request)
+
+    def remove_row(self, row: int, request: Request) -> None:
+        """H. The request left `row`: finished, aborted or preempted."""
+        return None
+
+    # ---- the step --------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def embed(self, batch: Batch, out: torch.Tensor) -> None:
+        """D R. Write the embeddings of `batch.input_ids` [T] into `out` [T, H]."""
+
+    def positions(self, batch: Batch, out: torch.Tensor) -> torch.Tensor:
+        """D. Positions for `forward`; `out` [T] int64 already holds each token's index in its request and is the default."""
+        return out
+
+    def attention_metadata(self, group: CacheGroup, batch: Batch, base: AttentionMeta) -> AttentionMeta:
+        """H. `base` is the core's own metadata of the group; return it, or a `dataclasses.replace` of it."""
+        return base
+
+    def before_forward(self, batch: Batch) -> None:
+        """D. Work at the head of the step, e.g. moving recurrent state."""
+        return None
+
+    @abstractmethod
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        attention: Mapping[str, BoundAttention],
+        caches: Mapping[str, torch.Tensor],
+        tap: Tap,
+    ) -> torch.Tensor:
+        """D R. Run the layers.
+
+        hidden: [T, H] embeddings, may be overwritten. positions: what `positions` returned. attention: group name -> callable
+        `(q, k, v, layer) -> [T, num_heads * head_dim]`, which writes k and v at the step's slots. caches: group name ->
+        [num_pages, num_layers, tokens_per_page, *token_shape]. tap: call it as `hidden = tap(name, hidden)` at declared tap points.
+        Returns [T, H], normalised, ready for `logits`.
+        """
+
+    @abstractmethod
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """D R. [n, H] -> [n, V], in the model's dtype."""
+
+    def outputs(self, batch: Batch) -> Mapping[str, torch.Tensor]:
+        """D. Extra per-row results [N, ...] that leave with the record."""
+        return {}
+
+
+def required_features(settings: RunnerSettings) -> Sequence[str]:
+    """Features that the settings turn on, in the words of `ModelState.supports`."""
+    wanted = []
+    if settings.cache.prefix_caching:
+        wanted.append("prefix_cache")
+    if settings.scheduler.chunked_prefill:
+        wanted.append("chunked_prefill")
+    return wanted
