@@ -25,3 +25,7 @@ class CheckpointError(ModelRunnerError):
 
 class CapacityError(ModelRunnerError):
     """Memory or table sizes that cannot hold what was asked for."""
+
+
+class PluginWarning(UserWarning):
+    """A plugin that is left out, or a plugin name that nothing answers to; the engine goes on without it."""

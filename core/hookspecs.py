@@ -1,7 +1,7 @@
 """Every hook of modelrunner, in one place.
 
 Hooks collect and the core chooses: a hook that supplies a component answers with an `Offer` (a bid), a `Decline` (a reason) or None
-(not my business). All of them are called at start-up or from the command line; none is called while a step runs. An
+(not my business); a plugin that supplies several answers with a list of the first two. All of them are called at start-up or from the command line; none is called while a step runs. An
 implementation may take fewer arguments than its specification.
 """
 
@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 if TYPE_CHECKING:
+    from modelrunner.attention import AttentionBackend
     from modelrunner.checkpoint import CheckpointReader, ModelCard
     from modelrunner.cli import Command
     from modelrunner.device import Device
-    from modelrunner.attention import AttentionBackend
     from modelrunner.linear import LinearScheme
     from modelrunner.model_state import CacheGroup, ModelState
     from modelrunner.offers import Decline, Offer
@@ -37,7 +37,9 @@ class HookSpecs:
 
     @hookspec
     def settings_sections(self) -> Mapping[str, type[Section]] | None:
-        """Settings of the plugin: section name -> frozen pydantic model. Read back as `settings.section(Model)`; users write `plugin.<name>.<field>`."""
+        """Settings of the plugin: section name -> frozen pydantic model; users write `plugin.<name>.<field>`.
+
+        Read back as `settings.section(Model)`."""
 
     @hookspec
     def cli_commands(self) -> list[Command] | None:
@@ -68,12 +70,14 @@ class HookSpecs:
         """Bid to be the device that steps run on. An absent accelerator is a `Decline` with the reason."""
 
     @hookspec
-    def attention_backend(self, group: CacheGroup, device: Device, settings: RunnerSettings) -> Offer[type[AttentionBackend]] | Decline | None:
+    def attention_backend(
+        self, group: CacheGroup, device: Device, settings: RunnerSettings
+    ) -> Offer[type[AttentionBackend]] | Decline | None:
         """Bid to run attention over the cache group `group`."""
 
     @hookspec
     def kernels(self, register: Register, device: Device) -> None:
-        """Register operations, overrides for `device.type`, and fusions: `register.op(...)`, `register.override(...)`, `register.fusion(...)`."""
+        """Register operations, overrides for `device.type`, and fusions: `register.op`, `register.override`, `register.fusion`."""
 
     @hookspec
     def linear_scheme(self, card: ModelCard, device: Device, settings: RunnerSettings) -> Offer[type[LinearScheme]] | Decline | None:

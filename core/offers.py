@@ -5,7 +5,7 @@ A hook collects one answer from every plugin; the core chooses. Nothing here imp
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
@@ -39,9 +39,15 @@ class Offer(Generic[T]):
 
 @dataclass(frozen=True)
 class Decline:
-    """A plugin's no, with the reason that `modelrunner explain` shows."""
+    """A plugin's no.
+
+    reason: one line that `modelrunner explain` and the error shown when nothing fits repeat.
+    accepts: names that the plugin would have said yes to, e.g. architectures; misspelt names are compared with them.
+    """
 
     reason: str
+    accepts: tuple[str, ...] = ()
 
 
-Answer = Offer[Any] | Decline | None
+Answer = Offer[Any] | Decline | Sequence[Offer[Any] | Decline] | None
+"""What a component hook may return. A plugin that supplies several components of one kind answers with a sequence."""

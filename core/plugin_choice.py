@@ -1,0 +1,187 @@
+"""Choosing between offers: the pinned one, else the best fit; a tie is an error, and a fallback never wins while a plugin is broken."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Any, Generic, TypeVar
+
+from modelrunner.errors import ModelRunnerError, PluginError
+from modelrunner.offers import RANK, Decline, Offer
+from modelrunner.plugin_contract import component_problem
+from modelrunner.plugin_records import Candidate, PluginFailure, describe_error
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One plugin's answers to one hook: offers and declines, none at all (not its business), or the failure that came instead."""
+
+    candidate: Candidate
+    answers: tuple[Offer[Any] | Decline, ...] = ()
+    failure: PluginFailure | None = None
+
+    @property
+    def plugin(self) -> str:
+        return self.candidate.name
+
+
+@dataclass(frozen=True)
+class Choice(Generic[T]):
+    """The offer that was taken.
+
+    plugin: `distribution:entry point` that made it. answers: what every plugin said. hook, subject: what was asked for.
+    """
+
+    offer: Offer[T]
+    plugin: str
+    answers: tuple[Asked, ...]
+    candidate: Candidate
+    hook: str
+    subject: str
+
+    def load(self) -> T:
+        """Load the component and check it against its interface. Raises PluginError naming the plugin, its distribution and the cause;
+        modelrunner's own errors (a missing file, a bad setting) pass through unchanged."""
+        made_by = (
+            f"{self.hook} {self.offer.name!r} of plugin {self.plugin!r} (distribution {self.candidate.distribution} "
+            f"{self.candidate.version}, entry point {self.candidate.entry_point!r} = {self.candidate.target!r})"
+        )
+        try:
+            value = self.offer.load()
+        except ModelRunnerError as error:
+            error.add_note(f"raised while loading {made_by}")
+            raise
+        except (Exception, SystemExit) as error:
+            raise PluginError(f"{made_by}, chosen for {self.subject}, could not be loaded: {describe_error(error)}") from error
+        problem = component_problem(self.hook, value)
+        if problem:
+            raise PluginError(f"{made_by}, chosen for {self.subject}, does not fit this modelrunner: {problem}")
+        return value
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked for, and everything that was heard.
+
+    failures: plugins that could not be loaded. unused: plugins that are installed and disabled, with the reason. installed: loaded plugins.
+    """
+
+    hook: str
+    subject: str
+    pin: str | None
+    answers: tuple[Asked, ...]
+    failures: tuple[PluginFailure, ...] = ()
+    unused: Mapping[str, str] = field(default_factory=dict)
+    installed: tuple[str, ...] = ()
+    wanted: tuple[str, ...] = ()
+
+    @property
+    def broken(self) -> tuple[PluginFailure, ...]:
+        """Plugins that might have offered something better: those that failed to load, and those that failed to answer."""
+        return (*self.failures, *(a.failure for a in self.answers if a.failure is not None))
+
+    @property
+    def offers(self) -> list[tuple[Asked, Offer[Any]]]:
+        return [(asked, answer) for asked in self.answers for answer in asked.answers if isinstance(answer, Offer)]
+
+
+def choose(question: Question) -> Choice[Any]:
+    """The winning offer. Raises PluginError, saying what was heard and what to change, when there is none or several."""
+    offers = question.offers
+    if question.pin is not None:
+        offers = [(asked, offer) for asked, offer in offers if question.pin in (offer.name, asked.plugin)]
+        if not offers:
+            raise PluginError(_pin_unknown(question))
+    if not offers:
+        raise PluginError(nothing_fits(question))
+    best = min(RANK[offer.fit] for _, offer in offers)
+    first = [(asked, offer) for asked, offer in offers if RANK[offer.fit] == best]
+    first = [(a, o) for a, o in first if not any(o.name in other.replaces for _, other in first if other is not o)] or first
+    if len(first) > 1:
+        raise PluginError(_tie(question, first))
+    asked, offer = first[0]
+    if offer.fit == "fallback" and question.broken and question.pin is None:
+        raise PluginError(_fallback_refused(question, offer))
+    return Choice(offer, asked.plugin, question.answers, asked.candidate, question.hook, question.subject)
+
+
+def _pin_unknown(question: Question) -> str:
+    names = sorted({offer.name for _, offer in question.offers})
+    lines = [
+        f"pin.{question.hook} = {question.pin!r}, but no plugin offers that for {question.subject}. Offered: {', '.join(names) or 'nothing'}."
+    ]
+    near = get_close_matches(question.pin or "", names, n=1)
+    if near:
+        lines.append(f"Did you mean {near[0]!r}?")
+    pinned_failures = [f for f in question.broken if question.pin is not None and f.matches(question.pin)]
+    lines += [f"The pinned {failure}" for failure in pinned_failures]
+    return "\n".join([*lines, *heard(question, skip=pinned_failures)])
+
+
+def _tie(question: Question, first: Sequence[tuple[Asked, Offer[Any]]]) -> str:
+    rivals = " and ".join(f"{offer.name!r} of plugin {asked.plugin!r}" for asked, offer in first)
+    by_plugin = len({offer.name for _, offer in first}) < len(first)
+    pins = " or ".join(f"pin.{question.hook}={asked.plugin if by_plugin else offer.name}" for asked, offer in first)
+    return f"Equally good offers ({first[0][1].fit}) for {question.subject}: {rivals}. Choose one with {pins}, or disable the other plugin."
+
+
+def _fallback_refused(question: Question, offer: Offer[Any]) -> str:
+    lines = [
+        f"Only the fallback {offer.name!r} fits {question.subject}, but a plugin that might fit better is broken:",
+        *(f"  {failure}" for failure in question.broken),
+        "Repair or uninstall it, disable it with MODELRUNNER_DISABLE_PLUGINS=" + ",".join(f.plugin for f in question.broken),
+        f"or accept the fallback with pin.{question.hook}={offer.name}.",
+    ]
+    return "\n".join(lines)
+
+
+def nothing_fits(question: Question) -> str:
+    """The error text for a question that got no offer: who declined and why, who is broken or disabled, what is installed, near names."""
+    lines = [f"No plugin offers a {question.hook} for {question.subject}."]
+    known = sorted({name for asked in question.answers for a in asked.answers if isinstance(a, Decline) for name in a.accepts})
+    near = [match for name in question.wanted for match in get_close_matches(name, known, n=3)]
+    if near:
+        lines.append(f"Near names: {', '.join(dict.fromkeys(near))}.")
+    lines += heard(question)
+    lines.append("Install a plugin for it, or pass one as LLM(plugins=[...]) or -p MODULE; `modelrunner plugins` lists what is installed.")
+    return "\n".join(lines)
+
+
+def heard(question: Question, skip: Sequence[PluginFailure] = ()) -> list[str]:
+    """What every plugin said, one line each."""
+    lines = []
+    for asked in question.answers:
+        lines += [f"  {asked.plugin} declined: {_reason(answer)}" for answer in asked.answers if isinstance(answer, Decline)]
+    silent = [asked.plugin for asked in question.answers if not asked.answers and asked.failure is None]
+    if silent:
+        lines.append(f"  not their business: {', '.join(silent)}")
+    lines += [f"  {failure}" for failure in question.broken if failure not in skip]
+    lines += [f"  {name} is disabled: {reason}" for name, reason in question.unused.items()]
+    lines.append(f"  installed plugins: {', '.join(question.installed) or 'none'}")
+    return lines
+
+
+def _reason(answer: Decline) -> str:
+    return answer.reason + (f" (accepts {', '.join(answer.accepts)})" if answer.accepts else "")
+
+
+def describe_subject(hook: str, arguments: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
+    """What is asked for in words, and the names in it that a user may have misspelt."""
+    card, group, path = arguments.get("card"), arguments.get("group"), arguments.get("path")
+    if hook in ("model_state", "model_config") and card is not None:
+        names = tuple(getattr(card, "architectures", ()))
+        model_type = getattr(card, "model_type", "")
+        return f"architectures {list(names)} (model_type {model_type!r}) of model {getattr(card, 'name', '')!r}", (*names, model_type)
+    if group is not None:
+        device = getattr(arguments.get("device"), "name", "?")
+        return f"cache group {getattr(group, 'name', group)!r} ({type(group).__name__}) on device {device!r}", ()
+    if card is not None:
+        return f"model {getattr(card, 'name', '')!r} ({getattr(card, 'format', '?')})", ()
+    if path is not None:
+        return f"checkpoint {str(path)!r}", ()
+    if "name" in arguments:
+        return f"model name {arguments['name']!r}", (str(arguments["name"]),)
+    return "this engine", ()
