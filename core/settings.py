@@ -348,9 +348,9 @@ def load_settings(
 ) -> RunnerSettings:
     """The effective settings.
 
-    arguments: nested mappings, `Section` objects, dotted names ("cache.page_size") or flat names of `ALIASES`, in any mixture; a setting given
-    twice is refused. They may name `config_file` too. sections: what plugins declare. config_file: a TOML file, instead of the one that
-    MODELRUNNER_CONFIG names. environ: read instead of os.environ. Raises SettingsError.
+    arguments: nested mappings, `Section` objects, dotted names ("cache.page_size") or flat names of `ALIASES`, in any mixture; a setting
+    given twice is refused. They may name `config_file` too. sections: what plugins declare. config_file: a TOML file, instead of the one
+    that MODELRUNNER_CONFIG names. environ: read instead of os.environ. Raises SettingsError.
     """
     return settings_class(sections or {})(**_with_controls(arguments or {}, config_file, environ))
 
