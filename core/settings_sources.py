@@ -135,9 +135,9 @@ def setting_paths(root: type[BaseModel], prefix: SettingPath = ()) -> Iterator[t
 def unknown_name(root: type[BaseModel], name: str, origin: str) -> SettingsError:
     """The error for a name that no setting has, with the nearest names that exist."""
     known = {".".join(path): ".".join(path) for path, _ in setting_paths(root)}
-    candidates = {path.rpartition(".")[2]: path for path in known} | {alias: alias for alias in ALIASES} | known
+    sections = {n: n for n, info in sorted(fields_of(root).items()) if section_type(info.annotation) is not None}
+    candidates = {path.rpartition(".")[2]: path for path in known} | {alias: alias for alias in ALIASES} | sections | known
     near = list(dict.fromkeys(candidates[c] for c in difflib.get_close_matches(name, candidates, n=3, cutoff=0.6)))
-    sections = sorted(n for n, info in fields_of(root).items() if section_type(info.annotation) is not None)
     hint = f"near names are {', '.join(near)}" if near else f"sections are {', '.join(sections)}"
     if name.partition(".")[0] == "plugin":
         plugins = sorted({path.split(".")[1] for path in known if path.startswith("plugin.")})

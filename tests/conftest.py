@@ -1,0 +1,31 @@
+"""Defaults for every test: no network, no settings left over from the caller's shell, fixed seeds."""
+
+from __future__ import annotations
+
+import os
+import random
+
+# Before anything imports a library that reads them.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+for _name in [name for name in os.environ if name.upper().startswith("MODELRUNNER_")]:
+    del os.environ[_name]
+
+import numpy as np
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    """The same random numbers in every run and in whatever order the tests run; torch is seeded only where it is already there."""
+    import sys
+
+    random.seed(0)
+    np.random.seed(0)
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.manual_seed(0)
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(0)
