@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 
-# Before anything imports a library that reads them.
+import numpy as np
+import pytest
+
+# Read by libraries that the tests import later.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 for _name in [name for name in os.environ if name.upper().startswith("MODELRUNNER_")]:
     del os.environ[_name]
 
-import numpy as np
-import pytest
-
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
-    """The same random numbers in every run and in whatever order the tests run; torch is seeded only where it is already there."""
-    import sys
-
+    """The same random numbers in whatever order the tests run; torch is seeded only where it is already there."""
     random.seed(0)
     np.random.seed(0)
     if (torch := sys.modules.get("torch")) is not None:

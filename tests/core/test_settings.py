@@ -434,9 +434,9 @@ def test_bad_declarations_name_the_section() -> None:
     class Needy(Section):
         x: int
 
-    with pytest.raises(SettingsError, match="'plain'.*subclass"):
+    with pytest.raises(SettingsError, match=r"'plain'.*subclass"):
         settings_class({"plain": Plain})  # type: ignore[dict-item]
-    with pytest.raises(SettingsError, match="'needy'.*default"):
+    with pytest.raises(SettingsError, match=r"'needy'.*default"):
         settings_class({"needy": Needy})
     for name in ("Acme", "a-b", "a__b", ""):
         with pytest.raises(SettingsError, match="small letters"):
