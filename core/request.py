@@ -1,41 +1,36 @@
-"""Requests as users see them: SamplingParams, RequestOutput; and the engine's own Request."""
+"""Requests as users see them (SamplingParams, RequestOutput), the engine's own Request, and how one becomes the other."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict
+from modelrunner.errors import RequestError
+from modelrunner.sampling_params import OutputKind, SamplingParams, as_float, as_int, default_params, shown
 
+if TYPE_CHECKING:
+    from modelrunner.checkpoint import ModelCard
+    from modelrunner.settings import RunnerSettings
+    from modelrunner.text import Tokenizer
 
-class OutputKind(str, Enum):
-    """Which outputs `Engine.step` returns for a request: all text so far each time, only what is new, or only the end."""
+__all__ = [
+    "CompletionOutput",
+    "OutputKind",
+    "Prompt",
+    "Request",
+    "RequestMetrics",
+    "RequestOutput",
+    "SamplingParams",
+    "Status",
+    "default_params",
+    "make_request",
+    "merged_eos",
+]
 
-    CUMULATIVE = "cumulative"
-    DELTA = "delta"
-    FINAL_ONLY = "final_only"
-
-
-class SamplingParams(BaseModel):
-    """How to sample. Names and meanings follow vLLM's; validation and fields are completed below."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0  # 0 or -1: all
-    min_p: float = 0.0
-    seed: int | None = None
-    max_tokens: int | None = 16
-    ignore_eos: bool = False
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    include_stop_str_in_output: bool = False
-    skip_special_tokens: bool = True
-    detokenize: bool = True
-    output_kind: OutputKind = OutputKind.CUMULATIVE
+Prompt = str | Sequence[int] | Mapping[str, Any]
+PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
 
 @dataclass(frozen=True)
@@ -50,7 +45,10 @@ class RequestMetrics:
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """One choice. finish_reason: None while running, else `stop`, `length`, `abort`, `timeout` or `error`; stop_reason: the stop string or id."""
+    """One choice. finish_reason: None while running, else `stop`, `length`, `abort`, `timeout` or `error`.
+
+    stop_reason: the stop string or the stop token id that ended it; None for end-of-sequence ids.
+    """
 
     index: int
     text: str
@@ -61,6 +59,11 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class RequestOutput:
+    """What is known of a request. prompt: its text, None when it came as ids.
+
+    num_cached_tokens: prompt tokens that the prefix cache held.
+    """
+
     request_id: str
     prompt: str | None
     prompt_token_ids: Sequence[int]
@@ -108,3 +111,175 @@ class Request:
     stop_reason: int | str | None = None
     extra: dict[str, Any] = field(default_factory=dict)
     columns: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Every id that ends the output: end-of-sequence ids unless ignored, then the request's own."""
+        eos = () if self.params.ignore_eos else self.eos_token_ids
+        return tuple(dict.fromkeys((*eos, *self.params.stop_token_ids)))
+
+
+def merged_eos(card: ModelCard, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """End-of-sequence ids named by generation_config.json, the configuration or the tokenizer: any of them ends an output."""
+    found: list[int] = []
+    for source in (card.generation, card.config):
+        value = source.get("eos_token_id")
+        found.extend(int(item) for item in (value if isinstance(value, (list, tuple)) else (value,)) if item is not None)
+    if tokenizer is not None:
+        found.extend(tokenizer.eos_token_ids)
+    return tuple(dict.fromkeys(item for item in found if item >= 0))
+
+
+def make_request(
+    request_id: str,
+    prompt: Prompt,
+    params: SamplingParams | None,
+    *,
+    card: ModelCard,
+    tokenizer: Tokenizer | None,
+    vocab_size: int,
+    max_model_len: int,
+    settings: RunnerSettings,
+    seed: int,
+    now: float,
+    priority: int = 0,
+    deadline: float | None = None,
+    cache_salt: str | None = None,
+) -> Request:
+    """Check everything a caller can get wrong and build the engine's record of the request.
+
+    prompt: text, token ids, or a mapping with `prompt` or `prompt_token_ids` and optionally `cache_salt`. params: None for the checkpoint's
+    defaults. vocab_size: the model's. max_model_len: prompt + output, in tokens. seed: a fresh 64-bit one, used when `params` names none.
+    now: monotonic seconds. priority: lower runs first. deadline: seconds from now after which the request ends with reason `timeout`.
+    cache_salt: requests share cached prefixes only with requests of the same salt.
+    Raises RequestError that names the argument, what was given and what is accepted.
+    """
+    if not isinstance(request_id, str) or not request_id:
+        raise RequestError(f"request id: got {shown(request_id)}; accepted: a string that is not empty")
+    if params is None:
+        params = default_params(card)
+    if not isinstance(params, SamplingParams):
+        raise RequestError(f"sampling_params: got {shown(params)}; accepted: a SamplingParams")
+    text, ids, salt = read_prompt(prompt, tokenizer)
+    if salt is not None and cache_salt is not None:
+        raise RequestError("cache_salt: given both in the prompt and as an argument; accepted: one of them")
+    _check_ids(ids, vocab_size, max_model_len)
+    request = Request(
+        id=request_id,
+        prompt_token_ids=ids,
+        params=params,
+        arrival=now,
+        limit=max_model_len if params.max_tokens is None else min(len(ids) + params.max_tokens, max_model_len),
+        seed=seed if params.seed is None else params.seed,
+        eos_token_ids=merged_eos(card, tokenizer),
+        prompt=text,
+        priority=_checked_priority(priority),
+        deadline=_checked_deadline(deadline, now),
+        cache_salt=_checked_salt(cache_salt if salt is None else salt),
+    )
+    _check_stops(request, tokenizer, vocab_size, settings.sampler.max_stop_token_ids)
+    return request
+
+
+def read_prompt(prompt: object, tokenizer: Tokenizer | None) -> tuple[str | None, list[int], Any]:
+    """(text, token ids, cache salt as given) of a prompt in any accepted form; the ids are not checked against a vocabulary yet."""
+    salt = None
+    if isinstance(prompt, Mapping):
+        unknown = [key for key in prompt if key not in PROMPT_KEYS]
+        if unknown:
+            raise RequestError(f"prompt: unknown key {shown(unknown[0])}; accepted: {', '.join(PROMPT_KEYS)}")
+        if ("prompt" in prompt) == ("prompt_token_ids" in prompt):
+            raise RequestError("prompt: a mapping needs exactly one of the keys 'prompt' (text) and 'prompt_token_ids' (a list of ids)")
+        if "cache_salt" in prompt:
+            salt = _checked_salt(prompt["cache_salt"])
+        prompt = prompt["prompt"] if "prompt" in prompt else list_of_ids(prompt["prompt_token_ids"])
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise RequestError(
+                "prompt: got text, and there is no tokenizer (skip_tokenizer_init=True); accepted: {'prompt_token_ids': [...]}"
+            )
+        return prompt, encode_text(prompt, tokenizer), salt
+    return None, list_of_ids(prompt), salt
+
+
+def encode_text(text: str, tokenizer: Tokenizer) -> list[int]:
+    """Token ids of a prompt. Raises RequestError for text with lone surrogates, which no encoding has."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"prompt: character {error.start} is a lone surrogate ({shown(text[error.start])}); accepted: Unicode text"
+        ) from None
+    return list(tokenizer.encode(text))
+
+
+def list_of_ids(value: object) -> list[int]:
+    """`value` as a list of ints (numpy arrays too). Raises RequestError that names the first item that is not one."""
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+        raise RequestError(f"prompt: got {shown(value)}; accepted: text, a list of token ids, or a mapping with one of them")
+    ids = value.tolist() if hasattr(value, "tolist") else list(value)
+    if set(map(type, ids)) <= {int}:
+        return ids
+    checked = []
+    for place, item in enumerate(ids):
+        try:
+            checked.append(as_int(item))
+        except ValueError:
+            raise RequestError(f"prompt token ids: got {shown(item)} at position {place}; accepted: integers") from None
+    return checked
+
+
+def _check_ids(ids: Sequence[int], vocab_size: int, max_model_len: int) -> None:
+    if not ids:
+        raise RequestError("prompt: it is empty (0 tokens); accepted: at least 1 token")
+    if len(ids) >= max_model_len:
+        raise RequestError(
+            f"prompt: {len(ids)} tokens; accepted: at most {max_model_len - 1}, since max_model_len is {max_model_len} "
+            "tokens and at least one of them is output"
+        )
+    if min(ids) < 0 or max(ids) >= vocab_size:
+        place = next(i for i, item in enumerate(ids) if not 0 <= item < vocab_size)
+        raise RequestError(f"prompt token ids: got {shown(ids[place])} at position {place}; accepted: 0 to {vocab_size - 1}")
+
+
+def _check_stops(request: Request, tokenizer: Tokenizer | None, vocab_size: int, most: int) -> None:
+    params = request.params
+    if params.stop and tokenizer is None:
+        raise RequestError("stop: stop strings need text, and there is no tokenizer (skip_tokenizer_init=True); accepted: stop_token_ids")
+    for item in params.stop_token_ids:
+        if item >= vocab_size:
+            raise RequestError(f"stop_token_ids: got {shown(item)}; accepted: 0 to {vocab_size - 1}")
+    total = len(request.stop_ids)
+    if total > most:
+        raise RequestError(
+            f"stop_token_ids: got {len(params.stop_token_ids)} ids, {total} with the end-of-sequence ids; accepted: "
+            f"at most {most} (setting sampler.max_stop_token_ids)"
+        )
+
+
+def _checked_salt(salt: object) -> str | None:
+    if salt is None or (isinstance(salt, str) and salt):
+        return salt
+    raise RequestError(f"cache_salt: got {shown(salt)}; accepted: a string that is not empty, or None")
+
+
+def _checked_priority(priority: object) -> int:
+    try:
+        number = as_int(priority)
+        if abs(number) < 2**63:
+            return number
+    except ValueError:
+        pass
+    raise RequestError(f"priority: got {shown(priority)}; accepted: an integer of 64 bits (lower runs first)")
+
+
+def _checked_deadline(deadline: object, arrival: float) -> float | None:
+    if deadline is None:
+        return None
+    try:
+        seconds = as_float(deadline)
+    except ValueError:
+        seconds = 0.0
+    if seconds <= 0:
+        raise RequestError(f"deadline: got {shown(deadline)}; accepted: a finite number of seconds > 0, or None")
+    return arrival + seconds

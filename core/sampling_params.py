@@ -1,0 +1,225 @@
+"""SamplingParams: how one request is sampled. Everything that needs no model is checked here, at construction."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import operator
+from collections.abc import Iterable, Mapping
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, StrictBool, ValidationError
+
+from modelrunner.errors import CheckpointError, RequestError
+
+if TYPE_CHECKING:
+    from modelrunner.checkpoint import ModelCard
+
+SEED_MIN, SEED_MAX = -(2**63), 2**63 - 1
+INT32_MAX = 2**31 - 1
+FLOAT32_MAX = 3.4028234e38
+SHOWN_CHARACTERS = 60
+
+
+class OutputKind(StrEnum):
+    """Which outputs `Engine.step` returns for a request: all text so far each time, only what is new, or only the end."""
+
+    CUMULATIVE = "cumulative"
+    DELTA = "delta"
+    FINAL_ONLY = "final_only"
+
+
+def shown(value: object) -> str:
+    """`value` for an error message: short, ASCII, and never a bare NaN or Infinity, which would break JSON that embeds it."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "a number that is not finite"
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10**SHOWN_CHARACTERS:
+        return f"an integer of more than {SHOWN_CHARACTERS} digits"
+    if isinstance(value, (list, tuple, set, frozenset, dict)):
+        return f"a {type(value).__name__} of length {len(value)}"
+    text = ascii(value)
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[: SHOWN_CHARACTERS - 3]}..."
+
+
+def as_int(value: object) -> int:
+    """`value` as an int. Raises ValueError for what only looks like one (True, 5.0, "5"); numpy integers are fine."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise ValueError("not an integer")
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise ValueError("not an integer") from None
+
+
+def as_float(value: object) -> float:
+    """`value` as a finite float. Raises ValueError for True, text, NaN, infinities and integers beyond a float."""
+    if isinstance(value, bool) or not hasattr(value, "__float__"):
+        raise ValueError("not a number")
+    try:
+        number = float(value)
+    except (TypeError, OverflowError):
+        raise ValueError("not a number that fits") from None
+    if not math.isfinite(number):
+        raise ValueError("not finite")
+    return number
+
+
+def _require(holds: bool) -> None:
+    if not holds:
+        raise ValueError("out of range")
+
+
+def _temperature(value: object) -> float:
+    number = as_float(value)
+    _require(0.0 <= number <= FLOAT32_MAX)
+    return number
+
+
+def _top_p(value: object) -> float:
+    number = as_float(value)
+    _require(0.0 < number <= 1.0)
+    return number
+
+
+def _min_p(value: object) -> float:
+    number = as_float(value)
+    _require(0.0 <= number <= 1.0)
+    return number
+
+
+def _top_k(value: object) -> int:
+    number = as_int(value)
+    _require(-1 <= number <= INT32_MAX)
+    return number
+
+
+def _seed(value: object) -> int | None:
+    if value is None:
+        return None
+    number = as_int(value)
+    _require(SEED_MIN <= number <= SEED_MAX)
+    return number
+
+
+def _max_tokens(value: object) -> int | None:
+    if value is None:
+        return None
+    number = as_int(value)
+    _require(number >= 1)
+    return number
+
+
+def _stop(value: object) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    strings = (value,) if isinstance(value, str) else value
+    if not isinstance(strings, (list, tuple)):
+        raise ValueError("not a list")
+    for string in strings:
+        if not isinstance(string, str) or not string:
+            raise ValueError(f"it contains {shown(string)}")
+    return tuple(dict.fromkeys(strings))
+
+
+def _stop_token_ids(value: object) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+        raise ValueError("not a list")
+    ids = []
+    for item in value:
+        try:
+            number = as_int(item)
+            _require(number >= 0)
+        except ValueError:
+            raise ValueError(f"it contains {shown(item)}") from None
+        ids.append(number)
+    return tuple(dict.fromkeys(ids))
+
+
+ACCEPTED = {
+    "temperature": "a finite number >= 0 (0: greedy)",
+    "top_p": "a number in (0, 1]",
+    "top_k": "an integer >= 1, or 0 or -1 for all tokens",
+    "min_p": "a number in [0, 1]",
+    "seed": "an integer of 64 bits with a sign (-2**63 to 2**63 - 1), or None for a random one",
+    "max_tokens": "an integer >= 1, or None for as many as the context holds",
+    "stop": "a string or a list of strings, none of them empty",
+    "stop_token_ids": "a list of token ids (integers >= 0)",
+    "output_kind": ", ".join(repr(kind.value) for kind in OutputKind),
+    **dict.fromkeys(("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"), "True or False"),
+}
+
+
+class SamplingParams(BaseModel):
+    """How to sample one request; names and meanings are those that vLLM's users know. Immutable.
+
+    temperature: divides the logits; 0 is greedy. top_k: sample among the k likeliest tokens; 0 or -1 for all.
+    top_p: among the likeliest tokens that together hold this probability. min_p: among tokens at least this fraction as likely as the best.
+    seed: the same seed and prompt give the same text; None draws a new one for each request.
+    max_tokens: most output tokens; None for as many as the context holds. ignore_eos: go on past end-of-sequence ids.
+    stop: strings that end the output where the first of them is complete; the text ends before it, or after it with
+    `include_stop_str_in_output`. stop_token_ids: ids that end the output, itself the last token; its text is part of the output unless
+    it is a special token. skip_special_tokens: leave special tokens out of the text. detokenize: False for ids only.
+    output_kind: what `Engine.step` reports (`LLM` always waits for the end).
+
+    Raises RequestError naming the parameter, what was given and what is accepted.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    temperature: Annotated[float, BeforeValidator(_temperature)] = 1.0
+    top_p: Annotated[float, BeforeValidator(_top_p)] = 1.0
+    top_k: Annotated[int, BeforeValidator(_top_k)] = 0
+    min_p: Annotated[float, BeforeValidator(_min_p)] = 0.0
+    seed: Annotated[int | None, BeforeValidator(_seed)] = None
+    max_tokens: Annotated[int | None, BeforeValidator(_max_tokens)] = 16
+    ignore_eos: StrictBool = False
+    stop: Annotated[tuple[str, ...], BeforeValidator(_stop)] = ()
+    stop_token_ids: Annotated[tuple[int, ...], BeforeValidator(_stop_token_ids)] = ()
+    include_stop_str_in_output: StrictBool = False
+    skip_special_tokens: StrictBool = True
+    detokenize: StrictBool = True
+    output_kind: OutputKind = OutputKind.CUMULATIVE
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise RequestError(_message(error)) from None
+        if self.stop and not self.detokenize:
+            raise RequestError(
+                "stop: stop strings are looked for in the text, and detokenize is False; accepted: stop_token_ids, or detokenize=True"
+            )
+
+
+def _message(error: ValidationError) -> str:
+    """Every wrong parameter, one after the other."""
+    parts = []
+    for detail in error.errors(include_url=False):
+        name = str(detail["loc"][0])
+        if detail["type"] == "extra_forbidden":
+            near = difflib.get_close_matches(name, ACCEPTED, n=2, cutoff=0.6)
+            hint = f"; did you mean {' or '.join(near)}?" if near else ""
+            parts.append(f"{shown(name)} is not a sampling parameter{hint} (accepted: {', '.join(sorted(ACCEPTED))})")
+            continue
+        reason = str(detail["msg"]).removeprefix("Value error, ")
+        why = f" ({reason})" if reason.startswith("it contains") else ""
+        parts.append(f"{name}: got {shown(detail['input'])}{why}; accepted: {ACCEPTED[name]}")
+    return "; ".join(parts)
+
+
+GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p")
+
+
+def default_params(card: ModelCard) -> SamplingParams:
+    """The parameters that apply when a caller gives none: our defaults, with those that the checkpoint's generation_config.json sets.
+
+    Raises CheckpointError when that file holds a value that cannot be used.
+    """
+    chosen = {name: card.generation[name] for name in GENERATION_DEFAULTS if card.generation.get(name) is not None}
+    try:
+        return SamplingParams(**chosen)
+    except RequestError as error:
+        raise CheckpointError(f"{card.path}: the default sampling parameters in generation_config.json: {error}") from None
