@@ -1,8 +1,8 @@
 """Every hook of modelrunner, in one place.
 
 Hooks collect and the core chooses: a hook that supplies a component answers with an `Offer` (a bid), a `Decline` (a reason) or None
-(not my business); a plugin that supplies several answers with a list of the first two. All of them are called at start-up or from the command line; none is called while a step runs. An
-implementation may take fewer arguments than its specification.
+(not my business); a plugin that supplies several answers with a list of the first two. All of them are called at start-up or from
+the command line; none is called while a step runs. An implementation may take fewer arguments than its specification.
 """
 
 from __future__ import annotations
@@ -46,8 +46,10 @@ class HookSpecs:
         """Subcommands of `modelrunner`. Fires when the command line starts; must not import torch."""
 
     @hookspec
-    def model_source(self, name: str) -> Offer[Path] | Decline | None:
-        """Turn what the user called the model (a hub id, a path, "" for no name) into a local folder or file. `load()` may download."""
+    def model_source(self, name: str, settings: RunnerSettings) -> Offer[Path] | Decline | None:
+        """Turn what the user called the model (a hub id, a path, "" for no name) into a local folder or file.
+
+        `load()` may download the revision that `settings.model.revision` names."""
 
     @hookspec
     def checkpoint_readers(self, path: Path) -> Offer[type[CheckpointReader]] | Decline | None:

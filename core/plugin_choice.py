@@ -110,9 +110,8 @@ def choose(question: Question) -> Choice[Any]:
 
 def _pin_unknown(question: Question) -> str:
     names = sorted({offer.name for _, offer in question.offers})
-    lines = [
-        f"pin.{question.hook} = {question.pin!r}, but no plugin offers that for {question.subject}. Offered: {', '.join(names) or 'nothing'}."
-    ]
+    offered = ", ".join(names) or "nothing"
+    lines = [f"pin.{question.hook} = {question.pin!r}, but no plugin offers that for {question.subject}. Offered: {offered}."]
     near = get_close_matches(question.pin or "", names, n=1)
     if near:
         lines.append(f"Did you mean {near[0]!r}?")

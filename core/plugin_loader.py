@@ -58,14 +58,14 @@ _imported: dict[Candidate, object | PluginFailure] = {}
 
 
 def forget() -> None:
-    """Empty the caches of this process, so that the next engine looks again. For tests, and after installing a plugin from a running program."""
+    """Empty the caches of this process, so that the next engine looks again."""
     with _lock:
         _discovered.clear()
         _imported.clear()
 
 
 def discover() -> Discovery:
-    """Entry points of group `modelrunner` on `sys.path`, built-in ones first, then by name. Nothing is imported; cached per process and path."""
+    """Entry points of group `modelrunner` on `sys.path`, built-in ones first, then by name. Imports nothing; cached per process."""
     with _lock:
         path = tuple(sys.path)
         if path not in _discovered:
@@ -136,7 +136,7 @@ def import_candidate(candidate: Candidate) -> object | PluginFailure:
 
 def _import(candidate: Candidate) -> object | PluginFailure:
     try:
-        plugin = EntryPoint(candidate.entry_point, candidate.target, GROUP).load()
+        plugin: object = EntryPoint(candidate.entry_point, candidate.target, GROUP).load()
     except (Exception, SystemExit) as error:
         return PluginFailure(candidate, "import", describe_error(error), error)
     return plugin

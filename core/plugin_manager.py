@@ -48,7 +48,7 @@ class PluginManager:
     def load(
         cls, plugins: Iterable[object] = (), environ: Mapping[str, str] = os.environ, *, discover: bool = True, strict: bool | None = None
     ) -> PluginManager:
-        """A manager with the installed plugins (unless `discover` is false) and then those in `plugins`: objects, or names of modules to import.
+        """A manager of the installed plugins (unless `discover` is false), then those in `plugins`: objects, or names of modules to import.
 
         A broken installed plugin is kept in `failures`; a broken one in `plugins` was asked for by name and raises PluginError. `strict`
         makes every failure raise; None takes MODELRUNNER_STRICT_PLUGINS.

@@ -46,7 +46,7 @@ class Candidate:
 class PluginFailure:
     """A plugin that could not be loaded, was refused, or raised when a hook asked it.
 
-    stage: `discovery`, `import`, `version`, `registration`, or the name of the hook. reason: one or more lines. error: the original exception, if any.
+    stage: `discovery`, `import`, `version`, `registration`, or the hook's name. reason: one or more lines. error: the original exception.
     """
 
     candidate: Candidate
@@ -80,7 +80,10 @@ def describe_error(error: BaseException) -> str:
 
 @dataclass(frozen=True)
 class PluginInfo:
-    """One line of `modelrunner plugins`. hooks: names of the hooks it implements. api: its declared interface versions. error: why it is not used."""
+    """One line of `modelrunner plugins`.
+
+    hooks: names of the hooks it implements. api: its declared interface versions. error: why it is not used.
+    """
 
     name: str
     distribution: str

@@ -20,7 +20,8 @@ def command() -> Command:
     """The command, for the hook `cli_commands`."""
     from modelrunner.cli import Command
 
-    return Command("settings", "show the effective settings, print their JSON schema, or check a settings file", _arguments, run)
+    about = "show the effective settings, print their JSON schema, or check a settings file"
+    return Command("settings", about, _arguments, run, takes_settings=True)
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,7 +64,7 @@ def _given(args: argparse.Namespace) -> Mapping[str, Any]:
 
 
 def settings_toml(settings: RunnerSettings, origins: Mapping[str, str]) -> Iterator[str]:
-    """Lines of a TOML file that gives `settings`; the source of each stands in a comment. A setting that is none is a comment as a whole."""
+    """Lines of a TOML file that gives `settings`; each with its source in a comment. A setting that is none is a comment as a whole."""
     for name in type(settings).model_fields:
         yield from _table(getattr(settings, name), (name,), origins)
 

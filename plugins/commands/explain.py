@@ -1,0 +1,129 @@
+"""`modelrunner explain MODEL`: who was asked for each component, what each answered and why, and which answer wins.
+
+Asks in the order of an engine start, with the same settings, and loads no more than the next question needs: the model's files and card,
+and the device. No weight is read.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from modelrunner.cli import Command
+from modelrunner.errors import ModelRunnerError
+from modelrunner.offers import Decline
+from modelrunner.plugin_choice import Asked, Choice, choose
+from modelrunner.plugin_manager import PluginManager
+
+if TYPE_CHECKING:
+    from modelrunner.checkpoint import ModelCard
+    from modelrunner.settings import RunnerSettings
+
+
+def command() -> Command:
+    about = "show which plugin supplies each component for a model, who else was asked, and what they answered"
+    return Command("explain", about, add_arguments, run, takes_settings=True)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", nargs="?", default="", help="hub id, folder or file; none for the built-in demo model")
+
+
+def run(args: argparse.Namespace, manager: PluginManager) -> int:
+    """0 when every question has a winner, 1 when an engine could not start."""
+    from modelrunner.settings import load_settings, merge_sections
+
+    given = {**args.settings, "model.name": args.model} if args.model else args.settings
+    settings = load_settings(given, sections=merge_sections(manager.collect("settings_sections")))
+    for failure in manager.failures:
+        print(f"not asked: {failure}\n")
+    report = Report(manager, settings)
+    try:
+        for line in report.lines():
+            print(line)
+    except ModelRunnerError as error:
+        print(f"  stops here: {error}")
+        return 1
+    return 1 if report.unanswered else 0
+
+
+@dataclass
+class Report:
+    """Puts the questions of an engine start, one after the other. unanswered: hooks for which no offer wins."""
+
+    manager: PluginManager
+    settings: RunnerSettings
+    unanswered: list[str] = field(default_factory=list)
+
+    def lines(self) -> Iterator[str]:
+        """The report, line by line. Raises ModelRunnerError where the next question cannot be put."""
+        settings = self.settings
+        source, text = self.ask("model_source", name=settings.model.name, settings=settings)
+        yield from text
+        if source is None:
+            return
+        path = source.load()
+        yield f"  -> {path}"
+        reader, text = self.ask("checkpoint_readers", pin=named(settings.model.load_format), path=path)
+        yield from text
+        if reader is None:
+            return
+        card: ModelCard = reader.load()(path, settings.model.name).card()
+        yield f"  -> {card.format}, architectures {', '.join(card.architectures) or 'none'}, model_type {card.model_type!r}"
+        config, text = self.ask("model_config", card=card)
+        yield from text
+        if config is not None:
+            yield from self.about_model(replace(card, config=config.load()))
+
+    def about_model(self, card: ModelCard) -> Iterator[str]:
+        """The questions that need the card, then those that need the device."""
+        settings = self.settings
+        if not settings.model.skip_tokenizer_init:
+            yield from self.ask("tokenizer", card=card, settings=settings)[1]
+        state, text = self.ask("model_state", card=card, settings=settings)
+        yield from text
+        chosen, text = self.ask("device", pin=named(settings.device.name), settings=settings)
+        yield from text
+        if chosen is None:
+            return
+        device = chosen.load()(settings)
+        yield from self.ask("linear_scheme", pin=named(settings.linear.scheme), card=card, device=device, settings=settings)[1]
+        if state is not None:
+            for group in state.load()(card, settings).declare(card, settings).cache_groups:
+                yield from self.ask("attention_backend", group=group, device=device, settings=settings)[1]
+
+    def ask(self, hook: str, *, pin: str | None = None, **arguments: Any) -> tuple[Choice[Any] | None, list[str]]:
+        """The winner, if any, and lines about the question. `pin.<hook>` comes before `pin`."""
+        pin = self.settings.pin.of(hook) or pin
+        answers = self.manager.ask(hook, **arguments)
+        question = self.manager.question(hook, pin, answers, arguments)
+        lines = [f"{hook} for {question.subject}" + (f", pinned to {pin!r}" if pin else "")]
+        try:
+            choice: Choice[Any] | None = choose(question)
+        except ModelRunnerError as error:
+            self.unanswered.append(hook)
+            choice, outcome = None, f"  no winner: {str(error).splitlines()[0]}"
+        else:
+            assert choice is not None
+            outcome = f"  winner: {choice.offer.name} of {choice.plugin}"
+        return choice, [*lines, *(line for asked in answers for line in _said(asked)), outcome]
+
+
+def named(setting: str) -> str | None:
+    """A setting that names an offer, as a pin; `auto` leaves the choice open."""
+    return None if setting == "auto" else setting
+
+
+def _said(asked: Asked) -> Iterator[str]:
+    if asked.failure is not None:
+        yield f"  {asked.plugin} failed: {asked.failure.reason}"
+    elif not asked.answers:
+        yield f"  {asked.plugin} gave no answer"
+    for answer in asked.answers:
+        if isinstance(answer, Decline):
+            yield f"  {asked.plugin} declined: {answer.reason}"
+        else:
+            beats = f", replaces {', '.join(sorted(answer.replaces))}" if answer.replaces else ""
+            yield f"  {asked.plugin} offers {answer.name} ({answer.fit}{beats})" + (f": {answer.reason}" if answer.reason else "")
