@@ -133,7 +133,9 @@ class ScriptedPlugin:
 
     MODELRUNNER_API = ">=1,<2"
 
-    def __init__(self, script: Script, *, vocab_size: int = 331, context: int = 256, tokenizer: Tokenizer | None = None, name: str = MODEL_NAME) -> None:
+    def __init__(
+        self, script: Script, *, vocab_size: int = 331, context: int = 256, tokenizer: Tokenizer | None = None, name: str = MODEL_NAME
+    ) -> None:
         config = {"vocab_size": vocab_size, "max_position_embeddings": context, "hidden_size": 2, "eos_token_id": EOS, "bos_token_id": 1}
         self.state = type("ScriptedState", (ScriptedState,), {"script": staticmethod(script)})
         self.reader = type("ScriptedReader", (ScriptedReader,), {"config": config})

@@ -1,0 +1,84 @@
+"""Subjects: a model together with the plugins that it needs, from which tests make engines in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from modelrunner.testing.scripted import MODEL_NAME, Script, ScriptedPlugin
+from modelrunner.testing.tiny import ByteTokenizerPlugin, tiny_dense
+
+if TYPE_CHECKING:
+    from modelrunner.engine import Engine
+    from modelrunner.llm import LLM
+    from modelrunner.text import Tokenizer
+
+
+def options(
+    *,
+    depth: int = 2,
+    rows: int = 8,
+    pages: int = 128,
+    page_size: int = 16,
+    tokens: int = 2048,
+    prefix: bool = True,
+    chunked: bool = True,
+    policy: str = "fcfs",
+    device: str = "cpu",
+    device_seed: int = 0,
+    run_probability: float | None = None,
+) -> dict[str, Any]:
+    """Settings in short words. depth: steps in flight. rows: requests that run at once. pages: in the pool. page_size: tokens a page.
+    tokens: most query tokens a step. device: `cpu`, or `deferred_cpu` with the seed of its random moments and its chance to run early."""
+    values: dict[str, Any] = {
+        "scheduler": {
+            "pipeline_depth": depth,
+            "max_rows": rows,
+            "max_batched_tokens": tokens,
+            "chunked_prefill": chunked,
+            "policy": policy,
+        },
+        "cache": {"num_pages": pages, "page_size": page_size, "prefix_caching": prefix},
+        "device": {"name": device},
+    }
+    if device == "deferred_cpu":
+        section = {"seed": device_seed} | ({} if run_probability is None else {"run_probability": run_probability})
+        values["plugin"] = {"deferred_cpu": section}
+    return values
+
+
+REFERENCE = {"depth": 1, "rows": 1, "pages": 128, "prefix": False, "chunked": False}
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model and its plugins. `key` tells subjects apart in the cache of reference results."""
+
+    model: str
+    key: str
+    plugins: Sequence[object] = field(default=(), compare=False, hash=False)
+
+    def engine(self, **short: Any) -> Engine:
+        """An engine on the model. short: see `options`."""
+        from modelrunner.engine import Engine
+
+        return Engine({"model": {"name": self.model}} | options(**short), plugins=self.plugins)
+
+    def llm(self, **short: Any) -> LLM:
+        """The same behind an `LLM`."""
+        from modelrunner.llm import LLM
+
+        return LLM(self.model, plugins=self.plugins, **options(**short))
+
+
+@lru_cache(maxsize=8)
+def dense(seed: int = 0) -> Subject:
+    """The tiny Llama (see `tiny_dense`) with a byte tokenizer."""
+    return Subject(str(tiny_dense(seed)), f"dense-{seed}", (ByteTokenizerPlugin(),))
+
+
+def scripted(script: Script, key: str, *, tokenizer: Tokenizer | None = None, context: int = 256) -> Subject:
+    """The model without weights. key: must differ for scripts that differ."""
+    return Subject(MODEL_NAME, key, (ScriptedPlugin(script, tokenizer=tokenizer, context=context),))

@@ -1,0 +1,42 @@
+"""B05: sampling settings and seeds belonged to a batch row instead of a request, so a reused row kept its former owner's."""
+
+from __future__ import annotations
+
+from modelrunner import SamplingParams
+from modelrunner.testing import Driver, EngineProbe, P, Subject, assert_same, dense, ref
+
+
+def params(subject: Subject, k: int) -> SamplingParams:
+    """By k mod 6: greedy and three ways to sample; 3 and 4 stop at an id of their own plain output, which must not stop a later owner."""
+    common = {"max_tokens": 1 + (13 * k) % 23, "ignore_eos": True}
+    plain = SamplingParams(temperature=0, **common)
+    match k % 6:
+        case 1:
+            return SamplingParams(temperature=0.8, seed=k, **common)
+        case 2:
+            return SamplingParams(temperature=1.2, top_p=0.6, seed=k, **common)
+        case 3 | 4:
+            output = ref(subject, prompt(k), plain).token_ids
+            return SamplingParams(temperature=0, stop_token_ids=(output[min(2, len(output) - 1)], 50), **common)
+        case 5:
+            return SamplingParams(temperature=1, top_k=5, min_p=0.2, seed=k, **common)
+    return plain
+
+
+def prompt(k: int) -> list[int]:
+    return P(5 + k % 17, k)
+
+
+def test_row_reuse_leaks_nothing() -> None:
+    subject = dense()
+    driver = Driver(subject.engine(rows=4, depth=2, device="deferred_cpu"))
+    probe = EngineProbe(driver)
+    probe.poison_freed_pages()
+    wanted = {k: params(subject, k) for k in range(40)}
+    for k, wish in wanted.items():
+        driver.add(f"r{k}", prompt(k), wish)
+    driver.finish()
+    for k, wish in wanted.items():
+        assert_same(subject, prompt(k), wish, driver.result(f"r{k}"))
+    assert any(driver.result(f"r{k}").finish_reason == "stop" for k in wanted)
+    probe.assert_clean()

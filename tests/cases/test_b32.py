@@ -1,0 +1,37 @@
+"""B32: a greedy request gave another text once its prefix was cached."""
+
+from __future__ import annotations
+
+from modelrunner import SamplingParams
+from modelrunner.testing import Driver, EngineProbe, P, assert_same, dense
+
+PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+PROMPTS = [P(n, s) for s, n in enumerate([20, 31, 32, 33, 48, 64, 65, 90, 111, 120])]
+
+
+def test_cold_and_warm_runs_agree() -> None:
+    subject = dense()
+    driver = Driver(subject.engine(depth=2, pages=96, rows=8, device="deferred_cpu"))
+    probe = EngineProbe(driver)
+    probe.poison_freed_pages()
+
+    def check(label: str, together: bool) -> list[int]:
+        for i, prompt in enumerate(PROMPTS):
+            driver.add(f"{label}{i}", prompt, PARAMS)
+            if not together:
+                driver.finish()
+        driver.finish()
+        for i, prompt in enumerate(PROMPTS):
+            assert_same(subject, prompt, PARAMS, driver.result(f"{label}{i}"))
+        return [driver.final(f"{label}{i}").num_cached_tokens for i in range(len(PROMPTS))]
+
+    full_pages = [(len(prompt) - 1) // 16 * 16 for prompt in PROMPTS]
+    assert check("cold", together=False) == [0] * len(PROMPTS)
+    assert check("warm", together=False) == full_pages
+    assert check("batch", together=True) == full_pages
+    for i in range(3):  # evicts part of what is cached
+        driver.add(f"evict{i}", P(240, 40 + i), PARAMS)
+    driver.finish()
+    after = check("evicted", together=False)
+    assert 0 < sum(after) < sum(full_pages), "eviction should have taken a part"
+    probe.assert_clean()

@@ -1,0 +1,46 @@
+"""B33: a prompt within the context limit but larger than the pool was accepted and retried for ever, and all others waited behind it."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+
+from modelrunner import SamplingParams
+from modelrunner.errors import RequestError
+from modelrunner.testing import Driver, EngineProbe, P, assert_same, dense
+
+
+def greedy(max_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+
+
+@pytest.mark.parametrize(("prompt", "max_tokens", "needed"), [(P(200, 1), 4, 204), (P(100, 3), 150, 250)], ids=["prompt", "growing"])
+def test_a_request_too_large_for_the_pool_is_refused(prompt: list[int], max_tokens: int, needed: int) -> None:
+    subject = dense()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        driver = Driver(subject.engine(pages=12))
+    with pytest.raises(RequestError) as refusal:
+        driver.add("large", prompt, greedy(max_tokens))
+    assert "192" in str(refusal.value), "the tokens available"
+    assert str(needed) in str(refusal.value) or str(needed - 1) in str(refusal.value), "the tokens needed"
+    driver.add("small", P(10, 2), greedy(8))
+    driver.finish()
+    assert_same(subject, P(10, 2), greedy(8), driver.result("small"))
+    EngineProbe(driver).assert_clean()
+
+
+def test_the_largest_request_that_fits_is_served() -> None:
+    subject = dense()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        driver = Driver(subject.engine(pages=12, tokens=64))
+    driver.add("full", P(180, 1), greedy(12))
+    driver.finish()
+    assert_same(subject, P(180, 1), greedy(12), driver.result("full"))
+
+
+def test_start_warns_when_the_context_exceeds_the_pool() -> None:
+    with pytest.warns(UserWarning, match="192"):
+        dense().engine(pages=12)

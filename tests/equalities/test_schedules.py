@@ -1,0 +1,226 @@
+"""What must not change the tokens: depth, chunks, company, the prefix cache, preemption. 200 random schedules on the deferred device.
+
+Every run is also compared with the reference, request by request, and the engine's books are checked after each step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import pytest
+from hypothesis import HealthCheck, event, given, settings
+from hypothesis import strategies as st
+
+from modelrunner import SamplingParams
+from modelrunner.testing import Driver, EngineProbe, P, assert_tokens, dense, ref
+
+MAX_OUTPUT = 20
+LONGEST = 70  # tokens of a prompt
+GREEDY = {"temperature": 0.0}
+STYLES = (GREEDY, GREEDY, {"temperature": 0.9, "top_p": 0.9, "seed": 7}, {"temperature": 1.0, "top_k": 12, "min_p": 0.02, "seed": -3})
+
+
+@dataclass(frozen=True)
+class Wish:
+    """A request. style: index of STYLES. stop_at: makes the output token of that index a stop id. arrival, abort: in engine steps; None: never."""
+
+    length: int
+    salt: int
+    style: int
+    max_tokens: int
+    stop_at: int | None
+    arrival: int
+    abort: int | None
+
+    @property
+    def prompt(self) -> list[int]:
+        return P(self.length, self.salt)
+
+    def full(self) -> list[int]:
+        """The reference output at full length; shorter ones are its beginnings, so few references are computed."""
+        params = SamplingParams(max_tokens=MAX_OUTPUT, ignore_eos=True, **STYLES[self.style])
+        return list(ref(dense(), self.prompt, params).token_ids)
+
+    def params(self) -> SamplingParams:
+        stops = () if self.stop_at is None else (self.full()[self.stop_at],)
+        return SamplingParams(max_tokens=self.max_tokens, ignore_eos=True, stop_token_ids=stops, **STYLES[self.style])
+
+    def expected(self) -> tuple[list[int], str]:
+        """Output ids and finish reason, from the reference alone."""
+        output = self.full()
+        if self.stop_at is not None and (end := output.index(output[self.stop_at])) < self.max_tokens:
+            return output[: end + 1], "stop"
+        return output[: self.max_tokens], "length"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """preempt: (engine step, number of the request): taken away at that step if it runs then."""
+
+    wishes: tuple[Wish, ...]
+    page_size: int
+    pages: int
+    rows: int
+    tokens: int
+    device_seed: int
+    preempt: tuple[tuple[int, int], ...]
+
+
+wishes = st.builds(
+    Wish,
+    length=st.one_of(st.integers(1, 12), st.sampled_from([15, 16, 17, 31, 32, 33, 48]), st.integers(1, LONGEST)),
+    salt=st.integers(0, 2),
+    style=st.integers(0, len(STYLES) - 1),
+    max_tokens=st.integers(1, MAX_OUTPUT),
+    stop_at=st.one_of(st.none(), st.none(), st.integers(0, MAX_OUTPUT - 1)),
+    arrival=st.integers(0, 20),
+    abort=st.one_of(st.none(), st.none(), st.none(), st.integers(0, 25)),
+)
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> Schedule:
+    page_size = draw(st.sampled_from([4, 8, 16, 32]))
+    least = -(-(LONGEST + MAX_OUTPUT) // page_size)  # holds any one request
+    return Schedule(
+        wishes=tuple(draw(st.lists(wishes, min_size=1, max_size=7))),
+        page_size=page_size,
+        pages=draw(st.integers(least, 3 * least)),
+        rows=draw(st.integers(1, 5)),
+        tokens=draw(st.integers(5, 96)),
+        device_seed=draw(st.integers(0, 2**16)),
+        preempt=tuple(draw(st.lists(st.tuples(st.integers(1, 30), st.integers(0, 6)), max_size=4))),
+    )
+
+
+@dataclass(frozen=True)
+class Run:
+    """outputs: ids and finish reason of each request. preemptions, cached_tokens: counted by the engine."""
+
+    outputs: Sequence[tuple[list[int], str]]
+    preemptions: int
+    cached_tokens: int
+
+
+def run(schedule: Schedule, *, depth: int = 2, chunked: bool = True, prefix: bool = True, preempt: bool = False) -> Run:
+    """Run a schedule on the deferred device, freed pages poisoned, and check the engine's books each step and at the end."""
+    tokens = schedule.tokens if chunked else 256
+    engine = dense().engine(
+        depth=depth,
+        rows=schedule.rows,
+        pages=schedule.pages,
+        page_size=schedule.page_size,
+        tokens=max(tokens, schedule.rows),
+        chunked=chunked,
+        prefix=prefix,
+        device="deferred_cpu",
+        device_seed=schedule.device_seed,
+    )
+    driver = Driver(engine)
+    probe = EngineProbe(driver)
+    probe.poison_freed_pages()
+    last = max([*(wish.arrival for wish in schedule.wishes), *(wish.abort or 0 for wish in schedule.wishes)])
+    while driver.steps <= last or engine.has_unfinished():
+        for number, wish in enumerate(schedule.wishes):
+            if wish.arrival == driver.steps:
+                driver.add(str(number), wish.prompt, wish.params())
+            if wish.abort == driver.steps:
+                engine.abort(str(number))
+        for step, number in schedule.preempt if preempt else ():
+            if step == driver.steps and str(number) in engine.requests:
+                probe.drain()
+                if str(number) in engine.requests and probe.row_of(str(number)) >= 0:
+                    probe.preempt(str(number))
+        driver.step()
+        engine.scheduler.check()
+        assert driver.steps < 3000, "the schedule does not end"
+    outputs = [driver.result(str(number)) for number in range(len(schedule.wishes))]
+    counters = probe.counters()
+    probe.assert_clean()
+    engine.close()
+    return Run([(list(o.token_ids), str(o.finish_reason)) for o in outputs], counters.preemptions, counters.cached_tokens)
+
+
+def assert_expected(schedule: Schedule, result: Run) -> None:
+    """Every request has its reference output; an aborted one a beginning of it."""
+    for wish, (ids, reason) in zip(schedule.wishes, result.outputs, strict=True):
+        want, want_reason = wish.expected()
+        aborted = reason == "abort"
+        assert not aborted or wish.abort is not None
+        same = assert_tokens(dense(), wish.prompt, ids, want[: len(ids)] if aborted else want, greedy=STYLES[wish.style] is GREEDY)
+        assert aborted or not same or reason == want_reason
+
+
+EXAMPLES = 40  # of each of the five equalities
+equality = settings(max_examples=EXAMPLES, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+pytestmark = pytest.mark.slow
+
+
+def finished(result: Run) -> list[list[int] | None]:
+    """Ids of the requests that were not aborted: when an abort takes effect depends on the settings."""
+    return [None if reason == "abort" else ids for ids, reason in result.outputs]
+
+
+def assert_equal(schedule: Schedule, one: Run, other: Run) -> None:
+    for result in (one, other):
+        assert_expected(schedule, result)
+    for wish, ids, others in zip(schedule.wishes, finished(one), finished(other), strict=True):
+        if ids is not None and others is not None:
+            assert_tokens(dense(), wish.prompt, ids, others, greedy=STYLES[wish.style] is GREEDY)
+
+
+@equality
+@given(schedules())
+def test_depth_3_is_depth_2_is_depth_1(schedule: Schedule) -> None:
+    plain, two, three = (run(schedule, depth=depth) for depth in (1, 2, 3))
+    assert_equal(schedule, plain, two)
+    assert_equal(schedule, plain, three)
+
+
+@equality
+@given(schedules())
+def test_chunked_is_whole(schedule: Schedule) -> None:
+    assert_equal(schedule, run(schedule, chunked=False, depth=3), run(schedule, depth=3))
+
+
+@equality
+@given(schedules())
+def test_alone_is_in_a_batch(schedule: Schedule) -> None:
+    """The reference is each request alone; a second run in reversed order changes everybody's neighbours."""
+    backwards = replace(schedule, wishes=schedule.wishes[::-1])
+    assert_expected(schedule, run(schedule))
+    assert_expected(backwards, run(backwards))
+
+
+@equality
+@given(schedules())
+def test_prefix_cache_on_is_off(schedule: Schedule) -> None:
+    off, on = run(schedule, prefix=False), run(schedule, prefix=True)
+    assert off.cached_tokens == 0
+    event(f"cache hits: {on.cached_tokens > 0}")
+    assert_equal(schedule, off, on)
+
+
+@equality
+@given(schedules())
+def test_preempted_is_not(schedule: Schedule) -> None:
+    calm, disturbed = run(schedule), run(schedule, preempt=True)
+    event(f"preempted: {disturbed.preemptions > 0}")
+    assert_equal(schedule, calm, disturbed)
+
+
+def test_the_schedules_contain_what_they_are_about() -> None:
+    """A pass means nothing unless requests were preempted, aborted in mid-run, and found cached pages."""
+    seen = {"preempted": 0, "cached": 0, "aborted": 0}
+
+    @settings(max_examples=25, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(schedules())
+    def look(schedule: Schedule) -> None:
+        result = run(schedule, preempt=True)
+        seen["preempted"] += result.preemptions > 0
+        seen["cached"] += result.cached_tokens > 0
+        seen["aborted"] += any(reason == "abort" and ids for ids, reason in result.outputs)
+
+    look()
+    assert min(seen.values()) >= 2, seen
