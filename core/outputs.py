@@ -6,7 +6,7 @@ Only requests that stream or have stop strings are looked at while they run; all
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -17,10 +17,10 @@ from modelrunner.text import OutputText, Tokenizer, detokenize
 
 
 class CommittedTokens(Protocol):
-    """What a collected step added. M rows that still belong to their request, k drafts at most.
+    """What a collected step added (the scheduler's `Committed`).
 
-    rows [M]; tokens [M, 1+k]; num_tokens [M] how many of them count; finished: requests that ended with this step, all their output in
-    `output_token_ids`.
+    rows [M]: rows with new tokens. tokens [M, 1+k], of which num_tokens [M] count. finished: requests that ended with this step; they have left
+    their row, and all their output is in `output_token_ids`.
     """
 
     @property
@@ -34,6 +34,12 @@ class CommittedTokens(Protocol):
 
     @property
     def finished(self) -> Sequence[Request]: ...
+
+
+class RowHolders(Protocol):
+    """Who holds which row of the request table; the scheduler knows."""
+
+    def request_at(self, row: int) -> Request | None: ...
 
 
 class StreamState:
@@ -65,8 +71,9 @@ class StreamState:
 class OutputProcessor:
     """Builds `RequestOutput`s. tokenizer: None when there is no text. clock: monotonic seconds."""
 
-    def __init__(self, tokenizer: Tokenizer | None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, holders: RowHolders, clock: Callable[[], float] = time.monotonic) -> None:
         self._tokenizer = tokenizer
+        self._holders = holders
         self._clock = clock
         self._watched: dict[str, StreamState] = {}
 
@@ -96,18 +103,28 @@ class OutputProcessor:
         stopped: list[tuple[Request, int, str]] = []
         if not self._watched:
             return outputs, stopped
-        place = {row: i for i, row in enumerate(committed.rows.tolist()) if committed.num_tokens[i]}
-        for state in self._watched.values():
+        for state, at in self._touched(committed.rows.tolist()):
             request = state.request
-            at = place.get(request.row)
-            if at is None or request.finish_reason is not None:
-                continue
             state.feed(committed.tokens[at, : committed.num_tokens[at]].tolist())
             if state.text is not None and state.text.match is not None:
                 stopped.append((request, state.text.num_tokens, state.text.match.stop))
             elif request.params.output_kind is not OutputKind.FINAL_ONLY:
                 outputs.append(self._output(request, *state.take()))
         return outputs, stopped
+
+    def _touched(self, rows: Sequence[int]) -> Iterator[tuple[StreamState, int]]:
+        """Watched requests that hold one of `rows`, with its place; the shorter of the two lists is gone through."""
+        if len(self._watched) > len(rows):
+            for at, row in enumerate(rows):
+                request = self._holders.request_at(row)
+                if request is not None and request.id in self._watched:
+                    yield self._watched[request.id], at
+            return
+        place = dict(zip(rows, range(len(rows)), strict=True))
+        for state in self._watched.values():
+            at_or_none = place.get(state.request.row)
+            if at_or_none is not None and self._holders.request_at(state.request.row) is state.request:
+                yield state, at_or_none
 
     def finish(self, request: Request) -> RequestOutput:
         """The last output of a request that ended; forgets it.
@@ -116,7 +133,6 @@ class OutputProcessor:
         """
         state = self._watched.pop(request.id, None)
         if state is None:
-            self._name_stop_id(request)
             return self._output(request, self._whole_text(request), list(request.output_token_ids))
         seen = len(state.token_ids)
         state.feed(request.output_token_ids[seen:])
@@ -126,23 +142,12 @@ class OutputProcessor:
                 del request.output_token_ids[state.text.num_tokens :]
                 request.finish_reason, request.stop_reason = "stop", state.text.match.stop
         del state.token_ids[len(request.output_token_ids) :]
-        self._name_stop_id(request)
         return self._output(request, *state.take())
 
     def _whole_text(self, request: Request) -> str:
         if self._tokenizer is None or not request.params.detokenize:
             return ""
         return detokenize(self._tokenizer, request.prompt_token_ids, request.output_token_ids, request.params.skip_special_tokens)
-
-    @staticmethod
-    def _name_stop_id(request: Request) -> None:
-        """The device reports only that a stop id came; which one is the last token. An end-of-sequence id is no reason worth naming."""
-        if request.finish_reason != "stop" or request.stop_reason is not None or not request.output_token_ids:
-            return
-        last = request.output_token_ids[-1]
-        is_eos = last in request.eos_token_ids and not request.params.ignore_eos
-        if last in request.params.stop_token_ids and not is_eos:
-            request.stop_reason = last
 
     def _output(self, request: Request, text: str, token_ids: list[int]) -> RequestOutput:
         ended = request.finish_reason is not None
