@@ -168,6 +168,8 @@ def _place(root: type[BaseModel], parts: list[str], value: Any, layer: Layer, or
         node = section_type(info.annotation)
     assert info is not None
     if node is None:
+        if isinstance(value, bool) and {int, float} & set(_options(info.annotation)) and bool not in _options(info.annotation):
+            raise SettingsError(f"{'.'.join(parts)} = {value} (given by {origin(name)}): a number is needed, not a switch")
         layer.put(tuple(parts), Given(parse_text(info.annotation, value), origin(name)))
         return
     if _is_json_object(value):
@@ -199,6 +201,11 @@ def _section_values(section: type[BaseModel], value: Any, origin: str, name: str
     return value
 
 
+def _options(annotation: Any) -> tuple[Any, ...]:
+    """The types that a field takes: the members of a union, or the one type."""
+    return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
+
+
 def parse_text(annotation: Any, value: Any) -> Any:
     """Text for a field that takes no text, as environment and command line give it: `none`, JSON, or values separated by commas.
 
@@ -206,7 +213,7 @@ def parse_text(annotation: Any, value: Any) -> Any:
     """
     if not isinstance(value, str):
         return value
-    options = get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
+    options = _options(annotation)
     if str in options:
         return value
     if type(None) in options and value.strip().lower() in ("none", "null"):

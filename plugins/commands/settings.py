@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
+from modelrunner.errors import SettingsError
+
 if TYPE_CHECKING:
     from modelrunner.cli import Command
     from modelrunner.plugin_manager import PluginManager
@@ -22,45 +24,37 @@ def command() -> Command:
 
     about = "show the effective settings, print their JSON schema, or check a settings file"
     return Command("settings", about, _arguments, run, takes_settings=True)
+        "settings", "show the effective settings, print their JSON schema, or check a settings file", _arguments, run, takes_settings=True
+    )
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="show | schema | check")
-    show = actions.add_parser("show", help="print the effective settings as TOML, each with the source that gave it")
-    show.add_argument("--config-file", metavar="FILE", help="settings file to read, instead of the one that MODELRUNNER_CONFIG names")
+    actions.add_parser("show", help="print the effective settings as TOML, each with the source that gave it")
     actions.add_parser("schema", help="print the JSON schema of all settings, those of installed plugins included")
-    check = actions.add_parser("check", help="check a settings file by itself; the exit status is 1 when something is wrong with it")
+    check = actions.add_parser("check", help="check a settings file by itself; the exit status is not 0 when something is wrong with it")
     check.add_argument("file", metavar="FILE")
 
 
 def run(args: argparse.Namespace, manager: PluginManager) -> int:
-    """Run one of the three actions. Returns the exit status."""
-    from modelrunner.errors import SettingsError
+    """Run one of the three actions. Raises SettingsError for settings that are wrong."""
     from modelrunner.settings import load_settings, merge_sections, setting_origins, settings_class
 
+    given: Mapping[str, Any] = args.settings
+    if given and args.action != "show":
+        raise SettingsError(f"`modelrunner settings {args.action}` takes no settings, but got {', '.join(given)}; `settings show` does")
+    sections = merge_sections(manager.collect("settings_sections"))
     for failure in manager.failures:
-        print(f"warning: {failure}; its settings are unknown here", file=sys.stderr)
-    try:
-        sections = merge_sections(manager.collect("settings_sections"))
-        if args.action == "schema":
-            print(json.dumps(settings_class(sections).model_json_schema(), indent=2))
-        elif args.action == "check":
-            load_settings({}, sections=sections, config_file=args.file, environ={})
-            print(f"{args.file}: good")
-        else:
-            given = _given(args)
-            settings = load_settings(given, sections=sections, config_file=args.config_file)
-            origins = setting_origins(given, sections=sections, config_file=args.config_file)
-            print("\n".join(settings_toml(settings, origins)))
-    except SettingsError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+        print(f"modelrunner: warning: {failure}; if it declares settings, they are unknown here", file=sys.stderr)
+    if args.action == "schema":
+        print(json.dumps(settings_class(sections).model_json_schema(), indent=2))
+    elif args.action == "check":
+        load_settings({}, sections=sections, config_file=args.file, environ={})
+        print(f"{args.file}: every setting is known and in range")
+    else:
+        settings = load_settings(given, sections=sections)
+        print("\n".join(settings_toml(settings, setting_origins(given, sections=sections))))
     return 0
-
-
-def _given(args: argparse.Namespace) -> Mapping[str, Any]:
-    given: Mapping[str, Any] = getattr(args, "settings", None) or {}
-    return given
 
 
 def settings_toml(settings: RunnerSettings, origins: Mapping[str, str]) -> Iterator[str]:

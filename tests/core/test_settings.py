@@ -147,6 +147,13 @@ def test_out_of_range_names_setting_value_and_source(name: str, value: Any) -> N
     assert f"argument {name}" in message
 
 
+def test_a_switch_is_no_number() -> None:
+    """`--max-num-seqs` with its value forgotten must not mean one row."""
+    assert "a number is needed" in refused({"max_num_seqs": True})
+    assert "a number is needed" in refused({"cache.num_pages": True})
+    assert load({"enforce_eager": True}).graphs.eager is True
+
+
 def test_all_problems_are_reported_at_once() -> None:
     message = refused({"cache.page_size": 0, "scheduler.policy": "lifo"})
     assert "cache.page_size" in message
