@@ -1,0 +1,341 @@
+"""How a request gets a row, and how it gives it up: fit, seats, prefix hit, pages, and the reverse.
+
+A request is admitted only when pages for all its known tokens and one more are there, those that admitted prompts still lack counted as
+taken. So a resumed request cannot fill the pool again and again without producing a token. The head of the queue is never overtaken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+
+from modelrunner.batch import Patch
+from modelrunner.errors import RequestError
+from modelrunner.page_pool import Int32Array, PagePool
+from modelrunner.prefix_cache import Hit, PageKeys, PrefixCache, root_key
+from modelrunner.request import Request, Status
+from modelrunner.rows import HostRows
+from modelrunner.waiting import Entry, Seats, WaitingQueue
+
+
+class PatchSink(Protocol):
+    """What the scheduler needs of `request_table.PatchBuilder`."""
+
+    num_words: int
+
+    def fits(self, num_words: int) -> bool: ...
+
+    def row_words(self, values: Mapping[str, Any]) -> int: ...
+
+    def row(self, row: int, values: Mapping[str, Any]) -> None: ...
+
+    def elements(self, name: str, rows: Int32Array, cols: Int32Array, values: Int32Array) -> None: ...
+
+    def build(self) -> Patch: ...
+
+
+class Admission:
+    """Requests by id, rows by holder, and the way between queue and rows.
+
+    entries: every unfinished request by id. holders: per row the entry that holds it. refused: requests that `on_admit` raised for.
+    """
+
+    def __init__(
+        self,
+        rows: HostRows,
+        pool: PagePool,
+        seats: Mapping[str, int],
+        row_values: Callable[[Request], Mapping[str, Any]],
+        on_admit: Callable[[int, Request, bool], Mapping[str, Any]],
+        on_remove: Callable[[int, Request], None],
+        *,
+        max_batched_tokens: int,
+        by_priority: bool,
+        chunked: bool,
+        caching: bool,
+        cache_seed: bytes,
+    ) -> None:
+        self.queue = WaitingQueue(by_priority)
+        self.seats = Seats(seats)
+        self.entries: dict[str, Entry] = {}
+        self.holders: list[Entry | None] = [None] * rows.active.size
+        self.refused: list[Request] = []
+        self._rows = rows
+        self._pool = pool
+        self._layouts = [table.layout for table in rows.tables]
+        self._cache = PrefixCache(self._layouts, pool)
+        self._row_values, self._on_admit, self._on_remove = row_values, on_admit, on_remove
+        self._chunk = max_batched_tokens
+        self._chunked = chunked
+        self._caching = caching
+        self._cache_seed = cache_seed
+        self._sequence = 0
+        self._free_rows = list(range(rows.active.size - 1, -1, -1))
+        self._leaving: list[tuple[int, dict[str, int]]] = []  # rows without a request that a ticket may still name, and their seats
+        self._blocked: tuple[int, int, int] | None = None  # state of the pool in which the head of the queue did not fit
+
+    # ---- queue -----------------------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises RequestError if it can never run."""
+        if request.id in self.entries:
+            raise RequestError(f"request id {request.id!r} is in use by an unfinished request; choose another")
+        self._refuse_misfit(request)
+        values = self._row_values(request)
+        seated = {name: values[name] for name in self.seats.capacity if values.get(name) is not None and np.size(values[name])}
+        if full := [name for name in seated if not self.seats.capacity[name]]:
+            raise RequestError(f"request {request.id!r} needs a seat in {full}, of which the settings provide none")
+        plain = {name: value for name, value in values.items() if name not in self.seats.capacity}
+        self._sequence += 1
+        request.sequence = self._sequence
+        request.status = Status.WAITING
+        entry = self.entries[request.id] = Entry(request, plain, seated)
+        self.queue.push(entry)
+
+    def _refuse_misfit(self, request: Request) -> None:
+        prompt, limit = len(request.prompt_token_ids), request.limit
+        if not 0 < prompt < limit <= self._rows.max_model_len:
+            raise RequestError(
+                f"request {request.id!r} has {prompt} prompt tokens and ends at {limit} tokens; at least one prompt token, one output "
+                f"token, and at most {self._rows.max_model_len} tokens in all (model.max_model_len) are accepted"
+            )
+        if not self._chunked and prompt > self._chunk:
+            raise RequestError(
+                f"request {request.id!r} has {prompt} prompt tokens, but without scheduler.chunked_prefill a prompt is computed in one "
+                f"step, of at most {self._chunk} tokens (scheduler.max_batched_tokens); raise that or shorten the prompt"
+            )
+        if self._most_pages(limit - 1) > self._pool.capacity:
+            raise RequestError(
+                f"request {request.id!r} needs cache for {limit} tokens ({prompt} prompt, up to {limit - prompt} output), but "
+                f"all {self._pool.capacity} pages hold {self.max_tokens()} tokens of one request; lower max_tokens or enlarge the cache"
+            )
+
+    def max_tokens(self) -> int:
+        """Longest request, prompt and output in tokens, that the page pool can hold alone."""
+        low, high = 1, self._rows.max_model_len
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self._most_pages(middle - 1) <= self._pool.capacity else (low, middle - 1)
+        return low
+
+    def _most_pages(self, tokens: int) -> int:
+        return sum(layout.most_pages(tokens, self._chunk) for layout in self._layouts)
+
+    def requeue(self, entry: Entry) -> None:
+        """Let a request that gave up its row wait again, at its old place."""
+        entry.request.status = Status.PREEMPTED if entry.request.num_preemptions else Status.WAITING
+        self.queue.push(entry)
+
+    def forget(self, request: Request) -> None:
+        """The request has ended: it holds no row (any more)."""
+        waiting = request.status in (Status.WAITING, Status.PREEMPTED)
+        request.status = Status.FINISHED
+        self.entries.pop(request.id)
+        if waiting:
+            self.queue.dropped()
+
+    # ---- into a row ------------------------------------------------------------------------------------------------
+
+    def admit_next(self, budget: int, busy: Int32Array, builder: PatchSink) -> tuple[Entry, int] | None:
+        """Give the head of the queue a row, pages for its first chunk, and a place in the patch: (entry, query tokens of the chunk).
+
+        budget: tokens left in the step. busy: rows that run. None when the queue is empty or its head must wait.
+        """
+        while budget > 0 and self._free_rows and (entry := self.queue.head()) is not None:
+            if not self.seats.available(entry.seated) or self._is_blocked(entry, busy):
+                return None
+            tokens = entry.tokens()
+            hit = self._hit(entry, tokens)
+            whole = 1 if self._chunked else max(len(entry.request.prompt_token_ids) - hit.length, 1)
+            if budget < whole or not self._fits(entry, tokens.size, hit, busy):
+                return None
+            values = self._values(entry, tokens, hit)
+            if values is None:
+                continue
+            if builder.num_words and not builder.fits(builder.row_words(values)):
+                self._on_remove(self._free_rows[-1], entry.request)
+                return None
+            chunk = min(budget, tokens.size - hit.length)
+            self._enter(entry, tokens, hit, chunk, values)
+            try:
+                builder.row(entry.request.row, values)
+            except Exception as error:
+                self.release(entry.request)
+                self._refuse(entry.request, error)
+                continue
+            return entry, chunk
+        return None
+
+    def _hit(self, entry: Entry, tokens: Int32Array) -> Hit:
+        if not self._caching:
+            return self._cache.miss
+        if entry.keys is None:
+            request = entry.request
+            entry.keys = PageKeys(root_key(self._cache_seed, request.extra.get("adapter"), request.cache_salt))
+        return self._cache.hit(entry.keys, tokens)
+
+    def _is_blocked(self, entry: Entry, busy: Int32Array) -> bool:
+        """Whether nothing that matters changed since this entry did not fit: then it is not looked up again."""
+        return self._blocked is not None and self._blocked == self._state(entry, busy)
+
+    def _state(self, entry: Entry, busy: Int32Array) -> tuple[int, int, int]:
+        return entry.request.sequence, self._pool.gains, self._promised(busy)
+
+    def _promised(self, busy: Int32Array) -> int:
+        """Pages that rows still in their prompt will take."""
+        rows, promised = self._rows, 0
+        for row in rows.prefilling(busy).tolist():
+            tokens = min(int(rows.known_upper[row]) + 1, int(rows.limit[row]) - 1)
+            for table in rows.tables:
+                held = int(table.used[row] - table.first[row])
+                promised += max(table.layout.most_pages(tokens, self._chunk) - held, 0)
+        return promised
+
+    def _fits(self, entry: Entry, known: int, hit: Hit, busy: Int32Array) -> bool:
+        tokens = min(known + 1, entry.request.limit - 1)
+        needed = 0
+        for layout, pages in zip(self._layouts, hit.pages, strict=True):
+            idle = int(np.count_nonzero(self._pool.owners[pages] == 0))  # free now, taken by the hit itself
+            needed += max(layout.most_pages(tokens, self._chunk) - pages.size, 0) + idle
+        if needed + self._promised(busy) <= self._pool.available:
+            return True
+        self._blocked = self._state(entry, busy)
+        return False
+
+    def _values(self, entry: Entry, tokens: Int32Array, hit: Hit) -> dict[str, Any] | None:
+        """Column values of the row that the entry would get, block tables excepted. None, and the request ended, if a plugin raised."""
+        request = entry.request
+        try:
+            extra = self._on_admit(self._free_rows[-1], request, request.num_preemptions > 0)
+        except Exception as error:
+            self._refuse(request, error)
+            return None
+        return {
+            **entry.values,
+            **extra,
+            "token_ids": tokens,
+            "known": tokens.size,
+            "computed": hit.length,
+            "finished": 0,
+            "limit": request.limit,
+            "num_accepted": 0,
+        }
+
+    def _refuse(self, request: Request, error: Exception) -> None:
+        """End a request whose column values a plugin failed to give, or gave wrongly."""
+        request.finish_reason, request.stop_reason = "error", f"{type(error).__name__}: {error}"
+        self.forget(request)
+        self.refused.append(request)
+
+    def _enter(self, entry: Entry, tokens: Int32Array, hit: Hit, chunk: int, values: dict[str, Any]) -> None:
+        """Take row, seats and pages, and complete `values` with what was taken."""
+        request, rows = entry.request, self._rows
+        self.queue.pop()
+        row = request.row = self._free_rows.pop()
+        request.status = Status.RUNNING
+        self.holders[row] = entry
+        entry.cached = hit.length
+        if not request.num_preemptions:
+            request.num_cached_tokens = hit.length
+        entry.seats = self.seats.take(entry.seated)
+        rows.open(row, tokens, hit.length, len(request.prompt_token_ids), request.limit, request.features)
+        for pages in hit.pages:
+            self._pool.retain(pages)
+        one, upto = np.array([row], np.int32), np.array([hit.length + chunk], np.int32)
+        for table in rows.tables:
+            table.take_hit(row, hit)
+            table.grow(one, table.deficit(one, upto), self._pool)
+            table.hashed[row] = tokens.size // table.tokens_per_page if entry.keys is not None else 0
+            values[f"pages.{table.layout.name}"] = table.pages[row, : table.used[row]].copy()
+        values["generation"] = int(rows.generation[row])
+        values.update({name: (seat, entry.seated[name]) for name, seat in entry.seats.items()})
+
+    # ---- prefix cache ----------------------------------------------------------------------------------------------
+
+    def index_prompts(self, at: Int32Array) -> None:
+        """Enter into the prefix cache the pages, known at admission, that rows `at` have filled."""
+        for table in self._rows.tables:
+            full = np.minimum(self._rows.computed[at] // table.tokens_per_page, table.hashed[at])
+            more = full > table.indexed[at]
+            for row, stop in zip(at[more].tolist(), full[more].tolist(), strict=True):
+                entry = self.holders[row]
+                assert entry is not None, f"row {row} has no request"
+                assert entry.keys is not None, f"row {row} has no page keys"
+                chain = entry.keys.extend(self._rows.token_log[row], table.tokens_per_page, stop)
+                self._cache.insert(table.index, chain, table.pages[row], int(table.indexed[row]), stop)
+                table.indexed[row] = stop
+
+    def distrust(self, row: int) -> None:
+        """The row's numbers are not finite: its pages must not serve anybody else."""
+        for table in self._rows.tables:
+            self._pool.forget(table.pages[row, : table.used[row]])
+            table.hashed[row] = 0
+        entry = self.holders[row]
+        assert entry is not None, f"row {row} has no request"
+        entry.keys = None
+
+    def reset_cache(self, cache_seed: bytes | None) -> None:
+        """Empty the prefix cache; what running rows compute does not enter it."""
+        if cache_seed is not None:
+            self._cache_seed = cache_seed
+        self._pool.reset_index()
+        for table in self._rows.tables:
+            table.hashed[:] = 0
+        for entry in self.entries.values():
+            entry.keys = None
+        self._blocked = None
+
+    # ---- out of a row ----------------------------------------------------------------------------------------------
+
+    def release(self, request: Request) -> None:
+        """Take the row from a running request. The row can be given out again once no ticket names it (`reclaim_rows`)."""
+        row, rows = request.row, self._rows
+        entry = self.holders[row]
+        assert entry is not None, f"row {row} has no request"
+        assert entry.request is request, f"row {row} is not held by request {request.id!r}"
+        request.output_token_ids.extend(rows.output(row)[len(request.output_token_ids) :].tolist())
+        if entry.keys is not None:
+            computed = int(rows.computed[row])
+            for table in rows.tables:
+                stop = computed // table.tokens_per_page
+                chain = entry.keys.extend(rows.token_log[row], table.tokens_per_page, stop)
+                self._cache.insert(table.index, chain, table.pages[row], int(table.indexed[row]), stop)
+        rows.close(row, self._pool)
+        self.holders[row] = None
+        self._leaving.append((row, entry.seats))
+        entry.seats = {}
+        request.row = -1
+        self._blocked = None
+        self._on_remove(row, request)
+
+    def reclaim_rows(self, oldest: int) -> None:
+        """Make rows free that no step from `oldest` on names."""
+        staying = []
+        for row, seats in self._leaving:
+            if self._rows.last_ticket[row] < oldest:
+                self._free_rows.append(row)
+                self.seats.give(seats)
+            else:
+                staying.append((row, seats))
+        self._leaving = staying
+
+    def check(self) -> None:
+        """Raise AssertionError unless rows, holders, seats and requests agree."""
+        held = [row for row, entry in enumerate(self.holders) if entry is not None]
+        assert np.array_equal(np.flatnonzero(self._rows.active), held), "active rows and held rows differ"
+        every = sorted(held + self._free_rows + [row for row, _ in self._leaving])
+        assert every == list(range(len(self.holders))), f"rows {every} are held, free or leaving, not each row once"
+        self.seats.check([entry.seats for entry in self.holders if entry is not None] + [seats for _, seats in self._leaving])
+        running = {entry.request.id for entry in self.holders if entry is not None}
+        waiting = {entry.request.id for entry in self.queue.entries()}
+        assert running | waiting == self.entries.keys(), "a request neither runs nor waits"
+        assert not running & waiting, "a request both runs and waits"
+        assert len(self.queue) == len(waiting), f"the queue counts {len(self.queue)} and holds {len(waiting)}"
+        for row in held:
+            entry = self.holders[row]
+            assert entry is not None
+            assert (entry.request.row, entry.request.status) == (row, Status.RUNNING), (
+                f"request {entry.request.id!r} and row {row} disagree"
+            )

@@ -1,0 +1,194 @@
+"""Pages of cache memory: how a page is shared out between cache groups, and who owns which page.
+
+The pool only counts. It never touches the memory, so it needs no device. Page 0 is the null page: it always holds zeros, is never given
+out, and stands in block tables for "nothing here".
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from modelrunner.errors import CapacityError
+from modelrunner.model_state import CacheGroup
+
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class GroupLayout:
+    """A cache group and the tokens that one page holds for it."""
+
+    group: CacheGroup
+    tokens_per_page: int
+
+    @property
+    def name(self) -> str:
+        return self.group.name
+
+    def pages_for(self, tokens: int) -> int:
+        """Pages that `tokens` tokens fill, the last one perhaps in part."""
+        return -(-tokens // self.tokens_per_page)
+
+    def most_pages(self, tokens: int, chunk: int) -> int:
+        """Most pages that a request of `tokens` tokens holds at one time when it is computed at most `chunk` tokens a step.
+
+        Assumes that `length - needed_from(length)` does not fall as the length grows.
+        """
+        lengths = np.array([tokens], np.int64)
+        span = tokens - int(self.group.needed_from(lengths)[0])
+        touched = self.pages_for(span + min(chunk, tokens)) + 1
+        return max(min(self.pages_for(tokens), touched), 1)
+
+
+def page_layout(groups: Sequence[CacheGroup], page_size: int, itemsize: int) -> tuple[int, list[GroupLayout]]:
+    """Share pages of equal bytes between groups: (bytes of a page, layouts in the order of `groups`).
+
+    page_size: tokens per page of the group with the most bytes per token. itemsize: bytes of a cache element. The other groups get as many
+    whole multiples of `page_size` as fit into the same bytes, so that prefixes which all groups can serve stay frequent.
+    """
+    if not groups:
+        return page_size * itemsize, []
+    token_bytes = [group.elements_per_token() * itemsize for group in groups]
+    page_bytes = max(token_bytes) * page_size
+    return page_bytes, [
+        GroupLayout(group, page_bytes // size // page_size * page_size) for group, size in zip(groups, token_bytes, strict=True)
+    ]
+
+
+class PagePool:
+    """Owners of every page, the free pages, and the index of pages whose contents are known by a key.
+
+    A page is in exactly one of three states: owned (at least one owner), free, or idle (no owner, but its contents are in the index and
+    may be found again). `alloc` takes free pages first, then the idle ones that were released longest ago.
+
+    arena_pages: pages in the arena, the null page included. record_freed: keep the list that `take_freed` returns (for tests).
+    """
+
+    def __init__(self, arena_pages: int, record_freed: bool = False) -> None:
+        if arena_pages < 2:
+            raise CapacityError(f"the page pool was given {arena_pages} pages; it needs at least 2, of which one is the null page")
+        self.arena_pages = arena_pages
+        self.owners = np.zeros(arena_pages, np.int32)
+        self.gains = 0  # grows whenever pages came back or entered the index: a request that did not fit may fit now
+        self._stack = np.arange(arena_pages - 1, -1, -1, dtype=np.int32)  # the first _num_free entries are free
+        self._num_free = arena_pages - 1
+        self._idle: OrderedDict[int, None] = OrderedDict()
+        self._indexed = np.zeros(arena_pages, np.bool_)
+        self._keys: dict[int, tuple[int, bytes]] = {}
+        self._index: dict[tuple[int, bytes], int] = {}
+        self._freed: list[int] | None = [] if record_freed else None
+
+    @property
+    def capacity(self) -> int:
+        """Pages that can be given out."""
+        return self.arena_pages - 1
+
+    @property
+    def available(self) -> int:
+        """Pages without an owner."""
+        return self._num_free + len(self._idle)
+
+    def alloc(self, count: int) -> Int32Array:
+        """Take `count` pages, each with one owner: [count] int32. Raises CapacityError, having taken none, if fewer are available."""
+        if count > self.available:
+            raise CapacityError(f"{count} cache pages were asked for; {self.available} of {self.capacity} are without an owner")
+        if count > self._num_free:
+            self._evict(count - self._num_free)
+        self._num_free -= count
+        pages: Int32Array = self._stack[self._num_free : self._num_free + count][::-1].copy()
+        self.owners[pages] = 1
+        return pages
+
+    def retain(self, pages: Int32Array) -> None:
+        """Add one owner to each of `pages`, which are distinct and were found in the index."""
+        for page in pages[self.owners[pages] == 0].tolist():
+            del self._idle[page]
+        self.owners[pages] += 1
+
+    def release(self, pages: Int32Array) -> None:
+        """Take one owner from each page; a page may be named several times, null pages are passed over.
+
+        Of pages that become idle, the one named first is reused first: name a request's pages from its end.
+        """
+        pages = pages[pages > 0]
+        if not pages.size:
+            return
+        np.subtract.at(self.owners, pages, 1)
+        left = pages[self.owners[pages] == 0]
+        if not left.size:
+            return
+        self.gains += 1
+        indexed = self._indexed[left]
+        self._push(np.unique(left[~indexed]))
+        for page in left[indexed].tolist():
+            self._idle[page] = None
+
+    def find(self, group: int, key: bytes) -> int:
+        """Page of `group` whose contents have `key`, or 0."""
+        return self._index.get((group, key), 0)
+
+    def insert(self, group: int, key: bytes, page: int) -> None:
+        """Make an owned page findable. A key that is there already keeps its page, and a page its key."""
+        if (group, key) in self._index or self._indexed[page]:
+            return
+        assert self.owners[page] > 0, f"page {page} has no owner and cannot enter the index"
+        self._index[group, key] = page
+        self._keys[page] = (group, key)
+        self._indexed[page] = True
+        self.gains += 1
+
+    def forget(self, pages: Int32Array) -> None:
+        """Take pages out of the index; those that were idle become free."""
+        for page in pages[self._indexed[pages]].tolist():
+            self._drop_key(page)
+            if page in self._idle:
+                del self._idle[page]
+                self._push(np.array([page], np.int32))
+
+    def reset_index(self) -> None:
+        """Take every page out of the index."""
+        self.forget(np.flatnonzero(self._indexed).astype(np.int32))
+
+    def take_freed(self) -> list[int]:
+        """Pages whose contents died since the last call (needs `record_freed`). Some may have been given out again since."""
+        assert self._freed is not None, "this pool does not record freed pages"
+        freed, self._freed = self._freed, []
+        return freed
+
+    def check(self, owners: npt.NDArray[np.integer]) -> None:
+        """Raise AssertionError unless each page has exactly the owners that `owners` [arena_pages] says and the lists agree."""
+        wrong = np.flatnonzero(self.owners != owners)
+        assert not wrong.size, f"pages {wrong[:8].tolist()} have {self.owners[wrong[:8]].tolist()} owners, not {owners[wrong[:8]].tolist()}"
+        free = self._stack[: self._num_free]
+        idle = np.fromiter(self._idle, np.int32, len(self._idle))
+        both = np.concatenate([free, idle])
+        assert np.array_equal(np.sort(both), np.flatnonzero(self.owners[1:] == 0) + 1), (
+            "free and idle pages are not the pages without owner"
+        )
+        assert not self._indexed[free].any(), "a free page is in the index"
+        assert self._indexed[idle].all(), "an idle page is not in the index"
+        assert np.array_equal(np.flatnonzero(self._indexed), np.sort(np.fromiter(self._keys, np.int64, len(self._keys))))
+        assert {page: key for key, page in self._index.items()} == self._keys, "the index and the pages' keys differ"
+        assert len(self._index) == len(self._keys), "the index names a page twice"
+
+    def _evict(self, count: int) -> None:
+        victims = [self._idle.popitem(last=False)[0] for _ in range(count)]
+        for page in victims:
+            self._drop_key(page)
+        self._push(np.array(victims, np.int32))
+
+    def _drop_key(self, page: int) -> None:
+        del self._index[self._keys.pop(page)]
+        self._indexed[page] = False
+
+    def _push(self, pages: Int32Array) -> None:
+        self._stack[self._num_free : self._num_free + pages.size] = pages
+        self._num_free += pages.size
+        if self._freed is not None:
+            self._freed.extend(pages.tolist())

@@ -1,0 +1,112 @@
+"""Which pages hold the start of a token sequence: hash-chained page keys, and the longest prefix that every cache group can serve.
+
+The key of a page is a hash of the key of the page before it and of the page's own tokens, so that equal keys mean equal tokens from the
+start on. The chain starts from a root, which keeps apart worlds whose caches differ for equal tokens: weight versions, adapters, salts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+import numpy as np
+
+from modelrunner.page_pool import GroupLayout, Int32Array, PagePool
+
+KEY_BYTES = 16
+
+
+def root_key(seed: bytes, adapter: str | None, salt: str | None) -> bytes:
+    """Start of a chain. Each part is written with its presence and length, so no two different triples give the same text to hash."""
+    text = blake2b(digest_size=KEY_BYTES)
+    for part in (seed, adapter, salt):
+        if part is None:
+            text.update(b"\0")
+        else:
+            data = part.encode("utf-8", "surrogatepass") if isinstance(part, str) else part
+            text.update(b"\1" + len(data).to_bytes(8, "little") + data)
+    return text.digest()
+
+
+@dataclass
+class PageKeys:
+    """The chains of one sequence, one per page size: `chains[tokens_per_page]` are the keys of its full pages, in order."""
+
+    root: bytes
+    chains: dict[int, list[bytes]] = field(default_factory=dict)
+
+    def extend(self, tokens: Int32Array, tokens_per_page: int, num_pages: int) -> list[bytes]:
+        """Keys of at least the first `num_pages` pages of `tokens` [n] int32; hashes only what is new."""
+        chain = self.chains.setdefault(tokens_per_page, [])
+        done = len(chain)
+        if done >= num_pages:
+            return chain
+        parent = chain[-1] if chain else self.root
+        size = tokens_per_page * tokens.itemsize
+        data = tokens[done * tokens_per_page : num_pages * tokens_per_page].tobytes()
+        for start in range(0, len(data), size):
+            parent = blake2b(parent + data[start : start + size], digest_size=KEY_BYTES).digest()
+            chain.append(parent)
+        return chain
+
+
+@dataclass(frozen=True)
+class Hit:
+    """Cached start of a sequence. length: tokens. Per group: `first`, the first page that is needed, and `pages`, those from there on."""
+
+    length: int
+    first: tuple[int, ...]
+    pages: tuple[Int32Array, ...]
+
+
+class PrefixCache:
+    """Looks sequences up in the pool's index and enters pages into it."""
+
+    def __init__(self, layouts: Sequence[GroupLayout], pool: PagePool) -> None:
+        self._layouts = tuple(layouts)
+        self._pool = pool
+        self._unit = math.lcm(*(layout.tokens_per_page for layout in layouts)) if layouts else 0
+        self.miss = Hit(0, (0,) * len(self._layouts), tuple(np.empty(0, np.int32) for _ in layouts))
+
+    def hit(self, keys: PageKeys, tokens: Int32Array) -> Hit:
+        """Longest start of `tokens` [n] int32 that every group can serve, at most n - 1: one token must be left to compute.
+
+        Takes no ownership of the pages: retain them before anything is allocated.
+        """
+        if not self._unit:
+            return self.miss
+        lengths = np.arange(self._unit, tokens.size, self._unit, dtype=np.int64)
+        if not lengths.size:
+            return self.miss
+        served = np.ones(lengths.size, np.bool_)
+        found = []
+        for index, layout in enumerate(self._layouts):
+            pages = self._lookup(index, layout, keys, tokens, int(lengths[-1]))
+            present = np.concatenate([[0], np.cumsum(pages > 0)])
+            first = layout.group.needed_from(lengths) // layout.tokens_per_page
+            last = lengths // layout.tokens_per_page
+            served &= present[last] - present[first] == last - first
+            found.append((pages, first, last))
+        best = np.flatnonzero(served)
+        if not best.size:
+            return self.miss
+        at = best[-1]
+        return Hit(
+            int(lengths[at]),
+            tuple(int(first[at]) for _, first, _ in found),
+            tuple(pages[first[at] : last[at]] for pages, first, last in found),
+        )
+
+    def insert(self, group: int, chain: Sequence[bytes], table: Int32Array, start: int, stop: int) -> None:
+        """Enter pages start..stop-1 of a sequence whose block table of `group` is `table`; null pages are passed over."""
+        for key, page in zip(chain[start:stop], table[start:stop].tolist(), strict=True):
+            if page:
+                self._pool.insert(group, key, page)
+
+    def _lookup(self, index: int, layout: GroupLayout, keys: PageKeys, tokens: Int32Array, length: int) -> Int32Array:
+        count = length // layout.tokens_per_page
+        chain = keys.extend(tokens, layout.tokens_per_page, count)
+        find = self._pool.find
+        return np.fromiter((find(index, key) for key in chain[:count]), np.int32, count)

@@ -1,0 +1,202 @@
+"""The host's side of the request table: per-row counters, the token log and the block tables, as numpy arrays.
+
+Per row there are two views of the same request. `committed` counts (known, computed) are what collected records proved. `upper` counts add
+everything planned since. Pages are allocated by upper counts; they are freed, hashed and handed to the prefix cache by committed ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from modelrunner.page_pool import GroupLayout, Int32Array, PagePool
+from modelrunner.prefix_cache import Hit
+
+BoolArray = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Growth:
+    """Pages given to rows of one group: `table[rows[i], cols[i]] = pages[i]`."""
+
+    group: int
+    rows: Int32Array
+    cols: Int32Array
+    pages: Int32Array
+
+
+class BlockTable:
+    """Pages of every row for one cache group.
+
+    pages [max_rows, max_pages] int32: 0 where there is none. Counts of entries from the row's start, [max_rows] int32 each: used: in use,
+    null ones included. first: null, because behind the window. indexed: offered to the prefix cache. hashed: to be offered once computed.
+    """
+
+    def __init__(self, layout: GroupLayout, index: int, max_rows: int, max_model_len: int) -> None:
+        self.layout = layout
+        self.index = index
+        self.tokens_per_page = layout.tokens_per_page
+        self.max_pages = max(layout.pages_for(max_model_len), 1)
+        self.pages = np.zeros((max_rows, self.max_pages), np.int32)
+        self.used = np.zeros(max_rows, np.int32)
+        self.first = np.zeros(max_rows, np.int32)
+        self.indexed = np.zeros(max_rows, np.int32)
+        self.hashed = np.zeros(max_rows, np.int32)
+        self.windowed = bool(layout.group.needed_from(np.array([max_model_len + 1], np.int64))[0] > 0)
+
+    def deficit(self, rows: Int32Array, tokens: Int32Array) -> Int32Array:
+        """Pages that each row lacks to hold `tokens` tokens."""
+        lacking: Int32Array = np.maximum(-(-tokens // self.tokens_per_page) - self.used[rows], 0)
+        return lacking
+
+    def grow(self, rows: Int32Array, deficit: Int32Array, pool: PagePool) -> Growth:
+        """Give each row the pages that it lacks."""
+        lacks = deficit > 0
+        rows, deficit = rows[lacks], deficit[lacks]
+        total = int(deficit.sum())
+        each = np.repeat(rows, deficit)
+        start = np.cumsum(deficit) - deficit
+        cols = (np.arange(total) + np.repeat(self.used[rows] - start, deficit)).astype(np.int32)
+        pages = pool.alloc(total)
+        self.pages[each, cols] = pages
+        self.used[rows] += deficit
+        return Growth(self.index, each, cols, pages)
+
+    def shrink(self, growth: Growth, keep: BoolArray, pool: PagePool) -> None:
+        """Take pages back that `grow` gave, where `keep` is False."""
+        rows, cols = growth.rows[~keep], growth.cols[~keep]
+        pool.release(self.pages[rows, cols])
+        self.pages[rows, cols] = 0
+        np.subtract.at(self.used, rows, 1)
+
+    def take_hit(self, row: int, hit: Hit) -> None:
+        """Put the pages of a prefix hit, which the caller retained, at the start of an empty row."""
+        first, pages = hit.first[self.index], hit.pages[self.index]
+        self.pages[row, first : first + pages.size] = pages
+        self.used[row] = self.indexed[row] = first + pages.size
+        self.first[row] = first
+
+    def free_behind(self, rows: Int32Array, computed: Int32Array, pool: PagePool) -> None:
+        """Release the pages that no token from `computed` on can read. rows are distinct."""
+        needed = self.layout.group.needed_from(computed.astype(np.int64)) // self.tokens_per_page
+        gone = np.minimum(needed, self.used[rows]).astype(np.int32) - self.first[rows]
+        passed = gone > 0
+        rows, gone = rows[passed], gone[passed]
+        if not rows.size:
+            return
+        each = np.repeat(rows, gone)
+        start = np.cumsum(gone) - gone
+        cols = np.arange(int(gone.sum())) + np.repeat(self.first[rows] - start, gone)
+        pool.release(self.pages[each, cols])
+        self.pages[each, cols] = 0
+        self.first[rows] += gone
+
+    def clear(self, row: int, pool: PagePool) -> None:
+        """Release all pages of a row, the last ones to be reused first."""
+        used = int(self.used[row])
+        pool.release(self.pages[row, :used][::-1])
+        self.pages[row, :used] = 0
+        self.used[row] = self.first[row] = self.indexed[row] = self.hashed[row] = 0
+
+
+class HostRows:
+    """Counters of every row, [max_rows] each (tokens, int32, unless said otherwise).
+
+    active [bool]: a request holds the row. generation: number of its tenancy. num_prompt: prompt tokens. limit: known tokens at which it
+    ends. known, computed: committed. known_upper, computed_upper: committed and planned. last_ticket [int64]: last step that names the row.
+    token_log [max_rows, max_model_len]: prompt and committed output.
+    """
+
+    def __init__(self, layouts: Sequence[GroupLayout], max_rows: int, max_model_len: int) -> None:
+        self.max_model_len = max_model_len
+        self.active = np.zeros(max_rows, np.bool_)
+        self.generation = np.zeros(max_rows, np.int32)
+        self.num_prompt = np.zeros(max_rows, np.int32)
+        self.limit = np.zeros(max_rows, np.int32)
+        self.known = np.zeros(max_rows, np.int32)
+        self.computed = np.zeros(max_rows, np.int32)
+        self.known_upper = np.zeros(max_rows, np.int32)
+        self.computed_upper = np.zeros(max_rows, np.int32)
+        self.features = np.zeros(max_rows, np.int32)
+        self.last_ticket = np.full(max_rows, -1, np.int64)
+        self.token_log = np.zeros((max_rows, max_model_len), np.int32)
+        self.tables = [BlockTable(layout, index, max_rows, max_model_len) for index, layout in enumerate(layouts)]
+
+    def open(self, row: int, tokens: Int32Array, computed: int, num_prompt: int, limit: int, features: int) -> None:
+        """Start a tenancy: `tokens` are known, the first `computed` of them are in the cache."""
+        self.generation[row] += 1
+        self.active[row] = True
+        self.token_log[row, : tokens.size] = tokens
+        self.known[row] = self.known_upper[row] = tokens.size
+        self.computed[row] = self.computed_upper[row] = computed
+        self.num_prompt[row], self.limit[row], self.features[row] = num_prompt, limit, features
+
+    def close(self, row: int, pool: PagePool) -> None:
+        """End a tenancy and release its pages."""
+        self.active[row] = False
+        for table in self.tables:
+            table.clear(row, pool)
+
+    def output(self, row: int) -> Int32Array:
+        """Committed output tokens of a row: a view of the log."""
+        view: Int32Array = self.token_log[row, self.num_prompt[row] : self.known[row]]
+        return view
+
+    def prefilling(self, rows: Int32Array) -> Int32Array:
+        """Those of `rows` that have more than one token left to compute."""
+        left: Int32Array = rows[self.known_upper[rows] - self.computed_upper[rows] > 1]
+        return left
+
+    def select(self, running: Int32Array, budget: int) -> tuple[Int32Array, Int32Array, int]:
+        """Rows of the next step, their query tokens, and how many of them (the first ones) decode.
+
+        Rows with one token left to compute come first; what they leave of `budget` tokens goes to unfinished prompts, in the order of
+        `running`. A row that will have reached its limit once the steps in flight are collected is left out.
+        """
+        running = running[self.known_upper[running] < self.limit[running]]
+        pending = self.known_upper[running] - self.computed_upper[running]
+        decode = running[pending == 1]
+        if decode.size > budget:  # those that waited longest
+            decode = decode[np.argsort(self.last_ticket[decode], kind="stable")[:budget]]
+        prefill, pending = running[pending > 1], pending[pending > 1]
+        chunk = np.clip(budget - decode.size - (np.cumsum(pending) - pending), 0, pending).astype(np.int32)
+        counts = np.concatenate([np.ones(decode.size, np.int32), chunk[chunk > 0]])
+        return np.concatenate([decode, prefill[chunk > 0]]), counts, int(decode.size)
+
+    def advance(self, rows: Int32Array, counts: Int32Array) -> BoolArray:
+        """Move the upper counters by a step of `counts` query tokens. Returns which rows reach their last known token and so sample."""
+        self.computed_upper[rows] += counts
+        sampled: BoolArray = self.computed_upper[rows] == self.known_upper[rows]
+        self.known_upper[rows] += sampled
+        return sampled
+
+    def append(self, rows: Int32Array, tokens: Int32Array, counts: Int32Array) -> None:
+        """Commit the first `counts[i]` of `tokens[i]` ([M, 1+k]) to each row."""
+        at, offset = np.nonzero(np.arange(tokens.shape[1]) < counts[:, None])
+        to = rows[at]
+        self.token_log[to, self.known[to] + offset] = tokens[at, offset]
+        self.known[rows] += counts
+
+    def check(self, pool: PagePool) -> None:
+        """Raise AssertionError unless counters, block tables and the pool agree."""
+        on = self.active
+        assert (self.computed <= self.computed_upper)[on].all(), "more committed than planned"
+        assert (self.known <= self.known_upper)[on].all(), "more tokens known than planned"
+        assert (self.known_upper <= self.limit)[on].all(), "a row is planned past its limit"
+        assert (self.computed_upper <= self.known_upper)[on].all(), "a row computes tokens that nobody knows"
+        owners = np.zeros(pool.arena_pages, np.int64)
+        for table in self.tables:
+            span = np.arange(table.max_pages)
+            inside = (span >= table.first[:, None]) & (span < table.used[:, None])
+            assert np.array_equal(table.pages > 0, inside), f"group {table.layout.name}: holes in a block table, or pages outside of it"
+            assert not table.used[~on].any(), f"group {table.layout.name}: a free row holds pages"
+            assert (table.used * table.tokens_per_page >= self.computed_upper)[on].all(), (
+                f"group {table.layout.name}: tokens without a page"
+            )
+            needed = table.layout.group.needed_from(self.computed.astype(np.int64)) // table.tokens_per_page
+            assert (table.first <= needed)[on].all(), f"group {table.layout.name}: a page was freed that is still read"
+            owners += np.bincount(table.pages[inside], minlength=pool.arena_pages)
+        pool.check(owners)

@@ -1,0 +1,399 @@
+"""Decides what each step runs, and follows what each step did. Host only, numpy only.
+
+The idea: a request owns a row from admission to its end or its preemption. `plan` gives every running row one more token, spends what is
+left of the token budget on unfinished prompts, then on new requests; `commit` reads the records of a step that ran. Between the two,
+several steps may be in flight, so each row has two sets of counters (see `rows`). Work per step depends on what changes, not on how many
+rows run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from modelrunner.admission import Admission, PatchSink
+from modelrunner.batch import Drain, Feature, Finish, Outcome, Patch, Plan, Record
+from modelrunner.page_pool import GroupLayout, Int32Array, PagePool
+from modelrunner.request import Request, Status
+from modelrunner.rows import Growth, HostRows
+from modelrunner.waiting import Deadlines, Entry
+
+BoolArray = npt.NDArray[np.bool_]
+REASONS = {Finish.STOP: "stop", Finish.LENGTH: "length", Finish.ERROR: "error"}
+
+
+@dataclass
+class Stats:
+    """Counters since start. steps: committed ones. preemptions: rows taken from running requests. prompt_tokens: of admitted requests.
+    cached_tokens: found in the prefix cache at admissions and resumptions. computed_tokens: query tokens of committed steps.
+    generated_tokens: committed output."""
+
+    steps: int = 0
+    preemptions: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    computed_tokens: int = 0
+    generated_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Committed:
+    """What a collected step brought. rows [M] int32: rows with new tokens; a request of `finished` has left its row already.
+    tokens [M, 1+k] int32, of which the first num_tokens [M] int32 count. finished: requests that ended."""
+
+    rows: Int32Array
+    tokens: Int32Array
+    num_tokens: Int32Array
+    finished: list[Request]
+
+
+@dataclass(frozen=True)
+class _Undo:
+    """What `rollback` needs: the plan, which rows it makes sample, the pages it gave, whom it admitted, and the former last tickets."""
+
+    plan: Plan
+    sampled: BoolArray
+    growths: list[Growth]
+    admitted: list[Entry]
+    last_ticket: npt.NDArray[np.int64]
+
+
+@dataclass
+class _Draft:
+    """A plan in the making. chunks: (rows, query tokens of each) in batch order."""
+
+    builder: PatchSink
+    budget: int
+    chunks: list[tuple[Int32Array, Int32Array]] = field(default_factory=list)
+    num_decode: int = 0
+    growths: list[Growth] = field(default_factory=list)
+    admitted: list[Entry] = field(default_factory=list)
+
+
+class Scheduler:
+    """See the module. Not thread-safe; `plan` and `commit` are called in step order.
+
+    row_values: plain and seated column values of a request, by column name (a seated column's value is its elements).
+    on_admit(row, request, resumed) gives further values, on_remove tells that the request left the row. seats: capacity of each seated
+    column. depth: steps in flight at most.
+    """
+
+    def __init__(
+        self,
+        *,
+        groups: Sequence[GroupLayout],
+        pool: PagePool,
+        builder: Callable[[], PatchSink],
+        row_values: Callable[[Request], Mapping[str, Any]],
+        on_admit: Callable[[int, Request, bool], Mapping[str, Any]],
+        on_remove: Callable[[int, Request], None],
+        max_rows: int,
+        max_batched_tokens: int,
+        max_model_len: int,
+        policy: Literal["fcfs", "priority"] = "fcfs",
+        chunked_prefill: bool = True,
+        prefix_caching: bool = True,
+        seats: Mapping[str, int] | None = None,
+        depth: int = 2,
+        clock: Callable[[], float] = time.monotonic,
+        cache_seed: bytes = b"",
+    ) -> None:
+        self.pool = pool
+        self.depth = depth
+        self.stats = Stats()
+        self.rows = HostRows(groups, max_rows, max_model_len)
+        self.admission = Admission(
+            self.rows, pool, seats or {}, row_values, on_admit, on_remove,
+            max_batched_tokens=max_batched_tokens, by_priority=policy == "priority",
+            chunked=chunked_prefill, caching=prefix_caching, cache_seed=cache_seed,
+        )  # fmt: skip
+        self._builder = builder
+        self._max_batched_tokens = max_batched_tokens
+        self._clock = clock
+        self._deadlines = Deadlines()
+        self._running: Int32Array = np.empty(0, np.int32)  # rows of running requests, in order of admission
+        self._in_flight: deque[Plan] = deque()
+        self._undo: _Undo | None = None
+        self._step = 0
+
+    # ---- requests ------------------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises RequestError if it can never run; nothing is kept of it then."""
+        self.admission.add(request)
+        self._deadlines.add(request)
+
+    def finish(self, request: Request, reason: str, stop_reason: int | str | None = None, keep_output: int | None = None) -> bool:
+        """End a request by the host's decision, whatever it is doing. Records of it that come later are dropped.
+
+        keep_output: cut the output to that many tokens. A request that has ended already is only cut, and takes over the reason then
+        (its last token completed a stop string). Returns whether it was still going.
+        """
+        going = request.status is not Status.FINISHED
+        if going:
+            if request.status is Status.RUNNING:
+                self._release(request)
+                self._refresh_running()
+            self._end(request, reason, stop_reason)
+        if keep_output is not None:
+            del request.output_token_ids[keep_output:]
+            request.finish_reason, request.stop_reason = reason, stop_reason
+        return going
+
+    def expire(self, now: float) -> list[Request]:
+        """End the requests whose deadline has passed (`timeout`). Returns them, and those that a plugin refused at admission (`error`)."""
+        late = self._deadlines.passed(now)
+        for request in late:
+            self.finish(request, "timeout")
+        refused, self.admission.refused = self.admission.refused, []
+        return late + refused
+
+    def preempt(self, request_id: str) -> bool:
+        """Take the row from a running request; it waits for another. Only with nothing in flight. Returns whether it was running."""
+        if self._in_flight:
+            raise RuntimeError(
+                f"request {request_id!r} cannot be preempted with {len(self._in_flight)} steps in flight; collect them first"
+            )
+        entry = self.admission.entries.get(request_id)
+        if entry is None or entry.request.status is not Status.RUNNING:
+            return False
+        self._preempt(entry)
+        return True
+
+    def tokens_of(self, request: Request) -> Int32Array:
+        """Committed output tokens of a request: [n] int32, a view while it runs."""
+        if request.status is Status.RUNNING:
+            return self.rows.output(request.row)
+        return np.array(request.output_token_ids, np.int32)
+
+    def request_at(self, row: int) -> Request | None:
+        """The request that holds `row`."""
+        entry = self.admission.holders[row]
+        return entry.request if entry else None
+
+    @property
+    def token_log(self) -> Int32Array:
+        """[max_rows, max_model_len] int32: prompt and committed output of each row."""
+        return self.rows.token_log
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.admission.queue)
+
+    @property
+    def num_running(self) -> int:
+        return int(self._running.size)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps planned and not yet committed."""
+        return len(self._in_flight)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether anything waits, runs, is in flight, or is to be reported by `expire`."""
+        return bool(self.num_waiting or self._running.size or self._in_flight or self.admission.refused)
+
+    def reset_prefix_cache(self, cache_seed: bytes | None = None) -> None:
+        """Forget all cached prefixes. cache_seed: names the weights from now on. Pages being computed now are not cached either."""
+        self.admission.reset_cache(cache_seed)
+
+    # ---- plan ----------------------------------------------------------------------------------------------------
+
+    def plan(self, drained: bool = False) -> Plan | Drain | None:
+        """Decide the next step. None: nothing can run now. Drain: pages ran out while steps are in flight; collect them all and call
+        again with `drained`. With nothing in flight it preempts instead, until the rest fits."""
+        assert len(self._in_flight) < (1 if drained else self.depth), f"{len(self._in_flight)} steps are in flight; collect first"
+        self.admission.reclaim_rows(self._in_flight[0].step if self._in_flight else self._step)
+        while True:
+            rows, counts, num_decode = self.rows.select(self._running, self._max_batched_tokens)
+            upper = self.rows.computed_upper[rows] + counts
+            deficits = [table.deficit(rows, upper) for table in self.rows.tables]
+            missing = sum(int(d.sum()) for d in deficits)
+            if missing <= self.pool.available:
+                break
+            if self._in_flight:
+                return Drain(f"{missing} cache pages are needed and {self.pool.available} available")
+            self._preempt(self._victim())
+        draft = _Draft(self._builder(), self._max_batched_tokens - int(counts.sum()), [(rows, counts)], num_decode)
+        self._grow(draft, rows, deficits)
+        sampled = [self.rows.advance(rows, counts)]
+        sampled += self._admit(draft)
+        return self._seal(draft, np.concatenate(sampled))
+
+    def _grow(self, draft: _Draft, rows: Int32Array, deficits: list[Int32Array]) -> None:
+        for table, deficit in zip(self.rows.tables, deficits, strict=True):
+            if deficit.any():
+                growth = table.grow(rows, deficit, self.pool)
+                draft.builder.elements(f"pages.{table.layout.name}", growth.rows, growth.cols, growth.pages)
+                draft.growths.append(growth)
+
+    def _admit(self, draft: _Draft) -> list[BoolArray]:
+        sampled = []
+        busy = self._running
+        while (admitted := self.admission.admit_next(draft.budget, busy, draft.builder)) is not None:
+            entry, chunk = admitted
+            row, count = np.array([entry.request.row], np.int32), np.array([chunk], np.int32)
+            sampled.append(self.rows.advance(row, count))
+            busy = np.concatenate([busy, row])
+            draft.chunks.append((row, count))
+            draft.admitted.append(entry)
+            draft.budget -= chunk
+            self._count_admission(entry, 1)
+        self._running = busy
+        return sampled
+
+    def _seal(self, draft: _Draft, sampled: BoolArray) -> Plan | None:
+        rows = np.concatenate([r for r, _ in draft.chunks])
+        if not rows.size:
+            return None
+        table = self.rows
+        num_query = np.concatenate([c for _, c in draft.chunks])
+        max_seq_len = int(table.computed_upper[rows].max())
+        patch: Patch = draft.builder.build()
+        plan = Plan(
+            step=self._step,
+            rows=rows,
+            generations=table.generation[rows],
+            num_query=num_query,
+            patch=patch,
+            num_decode=draft.num_decode,
+            num_tokens=int(num_query.sum()),
+            max_query=int(num_query.max()),
+            max_seq_len=max_seq_len,
+            table_pages=tuple(t.layout.pages_for(max_seq_len) for t in table.tables),
+            features=Feature(int(np.bitwise_or.reduce(table.features[rows]))),
+        )
+        self._undo = _Undo(plan, sampled, draft.growths, draft.admitted, table.last_ticket[rows])
+        table.last_ticket[rows] = plan.step
+        self._in_flight.append(plan)
+        self._step += 1
+        return plan
+
+    def rollback(self, plan: Plan) -> None:
+        """Undo the newest plan, whose launch raised. Those it admitted wait again, in their old place; nothing committed is lost."""
+        undo = self._undo
+        if undo is None or undo.plan is not plan:
+            raise RuntimeError(f"step {plan.step} is not the newest plan, or its launch did not fail; only that one can be rolled back")
+        self._undo = None
+        self._in_flight.pop()
+        self._step -= 1
+        table = self.rows
+        table.last_ticket[plan.rows] = undo.last_ticket
+        alive = self._alive(plan)
+        rows = plan.rows[alive]
+        table.computed_upper[rows] -= plan.num_query[alive]
+        table.known_upper[rows] -= undo.sampled[alive]
+        for growth in undo.growths:
+            table.tables[growth.group].shrink(growth, np.isin(growth.rows, plan.rows[~alive]), self.pool)
+        for entry in undo.admitted:
+            self._count_admission(entry, -1)
+            if entry.request.status is Status.RUNNING:
+                self._release(entry.request)
+                self.admission.requeue(entry)
+        self._refresh_running()
+
+    def _count_admission(self, entry: Entry, sign: int) -> None:
+        self.stats.cached_tokens += sign * entry.cached
+        if not entry.request.num_preemptions:
+            self.stats.prompt_tokens += sign * len(entry.request.prompt_token_ids)
+
+    # ---- commit --------------------------------------------------------------------------------------------------
+
+    def commit(self, outcome: Outcome) -> Committed:
+        """Take in the records of the oldest step in flight. Those of requests that the host ended meanwhile are dropped."""
+        plan, rows = outcome.plan, self.rows
+        if not self._in_flight or self._in_flight[0] is not plan:
+            raise RuntimeError(f"step {plan.step} was committed out of order; the oldest in flight comes first")
+        self._in_flight.popleft()
+        if self._undo is not None and self._undo.plan is plan:
+            self._undo = None
+        live = self._alive(plan)
+        records, at = outcome.records[live], plan.rows[live]
+        named = (records[:, Record.ROW] == at) & (records[:, Record.GENERATION] == plan.generations[live])
+        assert named.all(), f"step {plan.step}: a record names another row or tenancy than the plan"
+        finish = records[:, Record.FINISH]
+        counts = np.where(finish == Finish.ERROR, 0, records[:, Record.NUM_TOKENS])
+        tokens = records[:, Record.TOKENS :]
+        self._note_first_tokens(at[(counts > 0) & (rows.known[at] == rows.num_prompt[at])])
+        rows.append(at, tokens, counts)
+        rows.computed[at] = np.where(counts > 0, rows.known[at] - 1, rows.computed[at] + plan.num_query[live])
+        self.stats.steps += 1
+        self.stats.computed_tokens += int(plan.num_query[live].sum())
+        self.stats.generated_tokens += int(counts.sum())
+        self.admission.index_prompts(at)
+        for table in rows.tables:
+            if table.windowed:
+                table.free_behind(at, rows.computed[at], self.pool)
+        finished = self._finish_rows(at[finish != Finish.NONE], finish[finish != Finish.NONE])
+        new = counts > 0
+        return Committed(at[new], tokens[new], counts[new], finished)
+
+    def _alive(self, plan: Plan) -> BoolArray:
+        """Which rows of a plan still belong to the tenancy that it names."""
+        alive: BoolArray = self.rows.active[plan.rows] & (self.rows.generation[plan.rows] == plan.generations)
+        return alive
+
+    def _note_first_tokens(self, rows: Int32Array) -> None:
+        now = self._clock() if rows.size else 0.0
+        for row in rows.tolist():
+            request = self.request_at(row)
+            assert request is not None, f"row {row} has no request"
+            request.first_token_time = now
+
+    def _finish_rows(self, rows: Int32Array, codes: Int32Array) -> list[Request]:
+        """End the requests whose record carries a finish code."""
+        finished = []
+        for row, code in zip(rows.tolist(), codes.tolist(), strict=True):
+            request = self.request_at(row)
+            assert request is not None, f"row {row} has no request"
+            if code == Finish.ERROR:
+                self.admission.distrust(row)
+            self._release(request)
+            last = request.output_token_ids[-1] if code == Finish.STOP else None
+            self._end(request, REASONS[Finish(code)], last if last in request.params.stop_token_ids else None)
+            finished.append(request)
+        if finished:
+            self._refresh_running()
+        return finished
+
+    # ---- rows ----------------------------------------------------------------------------------------------------
+
+    def _release(self, request: Request) -> None:
+        """Take the row from a running request: its output goes into the request, its pages to the pool or the prefix cache."""
+        self.admission.release(request)
+
+    def _end(self, request: Request, reason: str, stop_reason: int | str | None) -> None:
+        request.finish_reason, request.stop_reason = reason, stop_reason
+        self.admission.forget(request)
+
+    def _refresh_running(self) -> None:
+        self._running = self._running[self.rows.active[self._running]]
+
+    def _victim(self) -> Entry:
+        """The running request that gives way: lowest priority first, then the newest."""
+        holders = self.admission.holders
+        entries: list[Entry] = [entry for row in self._running.tolist() if (entry := holders[row]) is not None]
+        assert len(entries) > 1, "one request alone does not fit into the page pool; it should have been refused"
+        victim: Entry = max(entries, key=lambda entry: self.admission.queue.order(entry.request))
+        return victim
+
+    def _preempt(self, entry: Entry) -> None:
+        self._release(entry.request)
+        entry.request.num_preemptions += 1
+        self.stats.preemptions += 1
+        self.admission.requeue(entry)
+        self._refresh_running()
+        self.admission.reclaim_rows(self._step)
+
+    def check(self) -> None:
+        """Raise AssertionError unless rows, pages, seats and requests agree. For tests: it looks at everything."""
+        self.rows.check(self.pool)
+        self.admission.check()
+        assert np.array_equal(np.sort(self._running), np.flatnonzero(self.rows.active)), "running rows and active rows differ"
