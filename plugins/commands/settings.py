@@ -24,8 +24,6 @@ def command() -> Command:
 
     about = "show the effective settings, print their JSON schema, or check a settings file"
     return Command("settings", about, _arguments, run, takes_settings=True)
-        "settings", "show the effective settings, print their JSON schema, or check a settings file", _arguments, run, takes_settings=True
-    )
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
