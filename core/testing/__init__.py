@@ -1,6 +1,6 @@
 """Test helpers for modelrunner and its plugins: tiny and scripted models, reference results, and hooks into a running engine.
 
-    from modelrunner.testing import Driver, P, assert_same, dense
+from modelrunner.testing import Driver, P, assert_same, dense
 """
 
 from modelrunner.testing.byte_tokenizer import BOS, EOS, PAD, ByteTokenizer

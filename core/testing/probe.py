@@ -15,11 +15,12 @@ from modelrunner.testing.reference import assert_same
 from modelrunner.testing.subjects import Subject
 
 Moment = Literal["planned", "launched", "collected", "committed"]
-MOMENTS: dict[Moment, tuple[str, str]] = {
-    "planned": ("scheduler", "plan"),
-    "launched": ("runner", "launch"),
-    "collected": ("runner", "collect"),
-    "committed": ("scheduler", "commit"),
+# moment -> part of the engine, its method, and the step's plan from (arguments, result)
+MOMENTS: dict[Moment, tuple[str, str, Callable[[tuple[Any, ...], Any], Any]]] = {
+    "planned": ("scheduler", "plan", lambda arguments, result: result),
+    "launched": ("runner", "launch", lambda arguments, result: result.plan),
+    "collected": ("runner", "collect", lambda arguments, result: result.plan),
+    "committed": ("scheduler", "commit", lambda arguments, result: arguments[0].plan),
 }
 PROBE_PROMPT = [1, 10, 11, 12]
 PROBE_PARAMS = SamplingParams(temperature=0, max_tokens=4)
@@ -29,7 +30,8 @@ PROBE_PARAMS = SamplingParams(temperature=0, max_tokens=4)
 class Counters:
     """What an engine did since it started. Counts of tokens, steps and preemptions.
 
-    computed_tokens: query tokens of committed steps. cached_tokens: found in the prefix cache at admission or resume. generated_tokens: sampled.
+    computed_tokens: query tokens of committed steps. cached_tokens: found in the prefix cache at admission or resume. generated_tokens:
+    committed output.
     """
 
     steps: int
@@ -58,8 +60,8 @@ class EngineProbe:
         self.scheduler = driver.engine.scheduler
         self.pending: list[_Action] = []
         self._poison = False
-        for moment, (part, method) in MOMENTS.items():
-            self._wrap(moment, getattr(self.engine, part), method)
+        for moment in MOMENTS:
+            self._wrap(moment)
 
     # ---- acting ----------------------------------------------------------------------------------------------------
 
@@ -114,7 +116,9 @@ class EngineProbe:
     def known(self, request_id: str) -> int:
         """Prompt and output tokens of an unfinished request that the host knows."""
         request = self._request(request_id)
-        return int(self.scheduler.rows.known[request.row]) if request.row >= 0 else len(request.prompt_token_ids) + len(request.output_token_ids)
+        if request.row >= 0:
+            return int(self.scheduler.rows.known[request.row])
+        return len(request.prompt_token_ids) + len(request.output_token_ids)
 
     def _request(self, request_id: str) -> Request:
         return self.engine.requests[request_id]
@@ -141,15 +145,16 @@ class EngineProbe:
 
     # ---- wrapping --------------------------------------------------------------------------------------------------
 
-    def _wrap(self, moment: Moment, part: Any, method: str) -> None:
+    def _wrap(self, moment: Moment) -> None:
+        part_name, method, plan_of = MOMENTS[moment]
+        part = getattr(self.engine, part_name)
         original = getattr(part, method)
 
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            if method == "launch" and self._poison:
+        def wrapped(*arguments: Any, **options: Any) -> Any:
+            if moment == "launched" and self._poison:
                 self._poison_pages()
-            result = original(*args, **kwargs)
-            plan = result if moment == "planned" else args[0] if moment == "launched" else result.plan if moment == "collected" else args[0].plan
-            if isinstance(plan, Plan):
+            result = original(*arguments, **options)
+            if isinstance(plan := plan_of(arguments, result), Plan):
                 self._act(moment, plan)
             return result
 

@@ -33,7 +33,8 @@ def _oracle(model: str) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    oracle: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    return oracle.eval()
 
 
 def margins(subject: Subject, prompt: Sequence[int], output: Sequence[int]) -> list[float]:
@@ -47,7 +48,7 @@ def margins(subject: Subject, prompt: Sequence[int], output: Sequence[int]) -> l
 
 
 def assert_tokens(subject: Subject, prompt: Sequence[int], got: Sequence[int], want: Sequence[int], *, greedy: bool) -> bool:
-    """Whether ids are equal. Greedy ones may part where the two best logits are within 1e-4 (then False); else they raise AssertionError."""
+    """Whether ids are equal. Greedy ones may part where the two best logits are within 1e-4 (then False); else an AssertionError."""
     got, want = list(got), list(want)
     if got == want:
         return True

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import pairwise
+
 import pytest
 
 from modelrunner import OutputKind, SamplingParams
@@ -30,15 +33,12 @@ def test_preempted_and_resumed_requests_give_the_same_tokens(depth: int, prefix:
     for s in range(REQUESTS):
         outputs = [output.outputs[0] for output in driver.outputs[f"r{s}"]]
         if s < 3:  # pieces, each delivered once and in order
-            final = outputs[-1].__class__(0, "".join(o.text for o in outputs), [t for o in outputs for t in o.token_ids], *end(outputs[-1]))
+            ids = [token for output in outputs for token in output.token_ids]
+            final = replace(outputs[-1], text="".join(output.text for output in outputs), token_ids=ids)
         else:
             final = outputs[-1]
             lists = [list(o.token_ids) for o in outputs]
-            assert all(longer[: len(shorter)] == shorter for shorter, longer in zip(lists, lists[1:], strict=False))
+            assert all(longer[: len(shorter)] == shorter for shorter, longer in pairwise(lists))
         assert len(final.token_ids) == 40
         assert_same(subject, P(20 + 5 * s, s), params(s), final)
     probe.assert_clean()
-
-
-def end(output: object) -> tuple[object, object]:
-    return output.finish_reason, output.stop_reason  # type: ignore[attr-defined]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import pytest
 
@@ -40,7 +41,7 @@ def run(whole_pieces: bool, kind: OutputKind, **options: object) -> Want:
     EngineProbe(driver).assert_clean()
     if kind == OutputKind.CUMULATIVE:  # no text is ever withdrawn
         texts = [output.text for output in outputs]
-        assert all(longer.startswith(shorter) for shorter, longer in zip(texts, texts[1:], strict=False))
+        assert all(longer.startswith(shorter) for shorter, longer in pairwise(texts))
     text = "".join(output.text for output in outputs) if kind == OutputKind.DELTA else outputs[-1].text
     return Want(text, str(outputs[-1].finish_reason), outputs[-1].stop_reason)
 

@@ -23,7 +23,7 @@ STYLES = (GREEDY, GREEDY, {"temperature": 0.9, "top_p": 0.9, "seed": 7}, {"tempe
 
 @dataclass(frozen=True)
 class Wish:
-    """A request. style: index of STYLES. stop_at: makes the output token of that index a stop id. arrival, abort: in engine steps; None: never."""
+    """A request. style: index of STYLES. stop_at: the output token of that index becomes a stop id. arrival, abort: engine steps."""
 
     length: int
     salt: int

@@ -26,7 +26,10 @@ def test_memory_is_flat_over_10000_requests() -> None:
     for call in range(CALLS):
         numbers = range(call * REQUESTS_PER_CALL, (call + 1) * REQUESTS_PER_CALL)
         prompts = [{"prompt_token_ids": P(3 + k % 37, k)} for k in numbers]
-        params = [SamplingParams(temperature=k % 2, seed=k, max_tokens=1 + k % 7, ignore_eos=True, stop=("zzzz",) if k % 5 == 0 else ()) for k in numbers]
+        params = [
+            SamplingParams(temperature=k % 2, seed=k, max_tokens=1 + k % 7, ignore_eos=True, stop=("zzzz",) if k % 5 == 0 else ())
+            for k in numbers
+        ]
         results = llm.generate(prompts, params, use_tqdm=False)
         assert [len(result.outputs[0].token_ids) for result in results] == [wish.max_tokens for wish in params]
         del results, prompts, params
