@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -66,30 +66,41 @@ class AttentionBackend(ABC):
     needs_host_lengths: bool = False
     capturable: bool = True
 
-    def __init__(self, group: FullAttention, cache: torch.Tensor, ops: Ops) -> None:
-        """cache: [num_pages, num_layers, tokens_per_page, 2, num_kv_heads, head_dim]; page 0 is the null page, all zeros."""
+    def __init__(self, group: FullAttention, cache: torch.Tensor, ops: Ops, dtype: torch.dtype) -> None:
+        """cache: [num_pages, num_layers, tokens_per_page, 2, num_kv_heads, head_dim]; page 0 is the null page, all zeros. dtype: of queries."""
         self.group = group
         self.cache = cache
         self.ops = ops
+        self.dtype = dtype
+
+    def begin(self, meta: AttentionMeta) -> Any:
+        """D. Once a step, before its first layer: work that all layers share, e.g. a list of what to read. The result goes to `attend`."""
+        return meta
 
     @abstractmethod
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, meta: AttentionMeta) -> torch.Tensor:
-        """Write k and v at `meta.slots`, then attend causally.
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, step: Any) -> torch.Tensor:
+        """D. Write k and v at the step's slots, then attend causally.
 
-        q: [T, num_heads, head_dim]. k, v: [T, num_kv_heads, head_dim]. layer: index within the group (place in a page).
-        Returns [T, num_heads * head_dim] in q's dtype; rows of invalid tokens are finite.
+        q: [T, num_heads, head_dim]. k, v: [T, num_kv_heads, head_dim]. layer: index within the group (place in a page). step: what
+        `begin` returned. Returns [T, num_heads * head_dim] in q's dtype; rows of invalid tokens are finite.
         """
 
 
 class BoundAttention:
     """`attention[group]` of a step: backend and metadata, called with the model's own layer numbers."""
 
-    __slots__ = ("backend", "layer_index", "meta")
+    __slots__ = ("_step", "backend", "layer_index", "meta")
 
     def __init__(self, backend: AttentionBackend, layer_index: dict[int, int], meta: AttentionMeta) -> None:
         self.backend = backend
         self.layer_index = layer_index
         self.meta = meta
+        self._step: Any = None
+
+    def begin(self) -> None:
+        """D. Called by the runner at the head of the step."""
+        self._step = self.backend.begin(self.meta)
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int) -> torch.Tensor:
-        return self.backend.attend(q, k, v, self.layer_index[layer], self.meta)
+        """Attention of the model's layer `layer`; shapes as in `AttentionBackend.attend`. Raises KeyError for a layer of another group."""
+        return self.backend.attend(q, k, v, self.layer_index[layer], self._step)

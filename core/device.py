@@ -44,6 +44,7 @@ class Device(ABC):
 
     type: str = "cpu"
     name: str = "cpu"
+    poison: bool = False  # whether released buffers and ring entries are overwritten, to show who still reads them
 
     def __init__(self, settings: RunnerSettings) -> None:
         self.settings = settings
@@ -67,7 +68,12 @@ class Device(ABC):
 
     @abstractmethod
     def memory(self) -> tuple[int, int]:
-        """Free and total bytes of memory that caches can be taken from."""
+        """Free and total bytes of the device's memory."""
+
+    def cache_budget(self, memory_fraction: float) -> int:
+        """Bytes that the cache may take when the engine may fill that share of the memory; everything else is already allocated."""
+        free, total = self.memory()
+        return int(free - total * (1 - memory_fraction))
 
     def release(self, buffer: PinnedBuffer) -> None:
         """The host is done with `buffer` until it writes it again. A testing device poisons it."""

@@ -1,0 +1,212 @@
+"""Start-up: ask the plugins, choose, load, and put an engine's parts together.
+
+The order is that of `hookspecs.HookSpecs`. Every function here runs once an engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from modelrunner.attention import AttentionBackend
+from modelrunner.caches import allocate_caches
+from modelrunner.checkpoint import CheckpointReader, ModelCard
+from modelrunner.device import Device
+from modelrunner.errors import CapacityError, PluginError
+from modelrunner.linear import LinearFactory
+from modelrunner.model_state import BuildContext, ModelState, Needs, No, required_features
+from modelrunner.ops import Ops, Registry
+from modelrunner.page_pool import GroupLayout, page_layout
+from modelrunner.plugin_manager import PluginManager
+from modelrunner.request_table import Column, RequestTable
+from modelrunner.runner import Parts, Runner
+from modelrunner.sampler import Sampler, default_stages
+from modelrunner.settings import Resolved, RunnerSettings, load_settings, merge_sections
+from modelrunner.step_buffers import Buckets
+from modelrunner.text import Tokenizer
+from modelrunner.weights import load_weights
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DEFAULT_DTYPE = {"cpu": "float32"}  # others: bfloat16
+
+
+class Chooser:
+    """Asks hooks for offers, with the settings' pins, and notes what was chosen."""
+
+    def __init__(self, manager: PluginManager, settings: RunnerSettings) -> None:
+        self.manager = manager
+        self.settings = settings
+        self.chosen: dict[str, str] = {}
+
+    def __call__(self, hook: str, *, pin: str | None = None, **arguments: Any) -> Any:
+        """Load the best offer of `hook`. pin: a name that another setting asks for; `pin.<hook>` comes first."""
+        choice = self.manager.choose(hook, pin=self.settings.pin.of(hook) or pin, **arguments)
+        self.chosen[hook] = f"{choice.offer.name} ({choice.plugin})"
+        return choice.load()
+
+
+def unless_auto(name: str) -> str | None:
+    """A setting's value as a pin: none for `auto`."""
+    return None if name == "auto" else name
+
+
+def settle(arguments: Mapping[str, Any], manager: PluginManager) -> RunnerSettings:
+    """The effective settings, with the sections that the plugins declare."""
+    return load_settings(arguments, sections=merge_sections(manager.collect("settings_sections")))
+
+
+def open_checkpoint(choose: Chooser) -> tuple[CheckpointReader, ModelCard]:
+    """Find the model's files, read its card, and settle its configuration."""
+    model = choose.settings.model
+    path = choose("model_source", name=model.name, settings=choose.settings)
+    reader: CheckpointReader = choose("checkpoint_readers", pin=unless_auto(model.load_format), path=path)(path, model.name)
+    card = reader.card()
+    config = choose("model_config", card=card)
+    return reader, replace(card, config=config)
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """An engine's parts, ready to run."""
+
+    manager: PluginManager
+    settings: RunnerSettings
+    resolved: Resolved
+    card: ModelCard
+    tokenizer: Tokenizer | None
+    device: Device
+    needs: Needs
+    state: ModelState
+    sampler: Sampler
+    table: RequestTable
+    layouts: tuple[GroupLayout, ...]
+    arena: torch.Tensor
+    runner: Runner
+
+
+def assemble(arguments: Mapping[str, Any], plugins: Sequence[object] = ()) -> Assembly:
+    """Build everything from settings. Raises a ModelRunnerError that says what was missing or did not fit."""
+    manager = PluginManager.load(plugins)
+    settings = settle(arguments, manager)
+    manager.warn_failures()
+    choose = Chooser(manager, settings)
+    reader, card = open_checkpoint(choose)
+    tokenizer = None if settings.model.skip_tokenizer_init else choose("tokenizer", card=card, settings=settings)
+    device: Device = choose("device", pin=unless_auto(settings.device.name), settings=settings)(settings)
+    ops = resolve_ops(manager, device)
+    state: ModelState = choose("model_state", card=card, settings=settings)(card, settings)
+    needs = checked_needs(state, card, settings, device)
+    build_module(choose, reader, card, state, needs, device, ops)
+    sampler = Sampler(ops, default_stages())
+    max_model_len = min(settings.model.max_model_len or needs.max_model_len, needs.max_model_len)
+    cache_dtype = needs.dtype if settings.cache.dtype == "auto" else DTYPES[settings.cache.dtype]
+    page_bytes, layouts = page_layout(needs.cache_groups, settings.cache.page_size, cache_dtype.itemsize)
+    num_pages = count_pages(settings, device, page_bytes, layouts, max_model_len)
+    arena, caches = allocate_caches(layouts, num_pages + 1, page_bytes, cache_dtype, device.torch_device)
+    columns = [*core_columns(layouts, max_model_len), *sampler.columns(settings), *needs.columns]
+    table = RequestTable(columns, settings.scheduler.max_rows, device.torch_device, patch_capacity(settings, layouts, max_model_len))
+    backends: dict[str, AttentionBackend] = {}
+    for group, cache in ((layout.group, caches[layout.group.name]) for layout in layouts):
+        backends[group.name] = choose("attention_backend", group=group, device=device, settings=settings)(group, cache, ops, needs.dtype)
+    parts = Parts(device, ops, state, needs, sampler, table, layouts, caches, backends)
+    runner = Runner(
+        parts,
+        max_rows=settings.scheduler.max_rows,
+        max_tokens=settings.scheduler.max_batched_tokens,
+        max_model_len=max_model_len,
+        depth=settings.scheduler.pipeline_depth,
+        buckets=Buckets(settings.graphs.bucket_rows, settings.graphs.bucket_tokens),
+    )
+    resolved = Resolved(
+        model=card.name or str(card.path),
+        dtype=name_of(needs.dtype),
+        cache_dtype=name_of(cache_dtype),
+        max_model_len=max_model_len,
+        num_pages=num_pages,
+        page_bytes=page_bytes,
+        tokens_per_page={layout.group.name: layout.tokens_per_page for layout in layouts},
+        components=choose.chosen,
+    )
+    return Assembly(manager, settings, resolved, card, tokenizer, device, needs, state, sampler, table, tuple(layouts), arena, runner)
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def resolve_ops(manager: PluginManager, device: Device) -> Ops:
+    """Collect operations from the `kernels` hook and settle them for the device."""
+    registry = Registry()
+    manager.call("kernels", register=registry, device=device)
+    return registry.resolve(device.type)
+
+
+def model_dtype(settings: RunnerSettings, device: Device) -> torch.dtype:
+    """The type of weights and activations."""
+    name = settings.model.dtype
+    return DTYPES[DEFAULT_DTYPE.get(device.type, "bfloat16") if name == "auto" else name]
+
+
+def checked_needs(state: ModelState, card: ModelCard, settings: RunnerSettings, device: Device) -> Needs:
+    """What the state declares, in the chosen dtype; refuses features that it cannot do and lengths that it cannot hold."""
+    needs = replace(state.declare(card, settings), dtype=model_dtype(settings, device))
+    refused = {feature: answer.reason for feature in required_features(settings) if isinstance(answer := state.supports(feature), No)}
+    if refused:
+        listing = "; ".join(f"{feature}: {reason}" for feature, reason in refused.items())
+        raise PluginError(f"{type(state).__name__} cannot do what the settings turn on: {listing}. Turn it off, or pin another model state")
+    wanted = settings.model.max_model_len
+    if wanted is not None and wanted > needs.max_model_len:
+        raise CapacityError(
+            f"model.max_model_len is {wanted} tokens, but the model holds at most {needs.max_model_len}; ask for no more than that"
+        )
+    return needs
+
+
+def build_module(
+    choose: Chooser, reader: CheckpointReader, card: ModelCard, state: ModelState, needs: Needs, device: Device, ops: Ops
+) -> None:
+    """Build the state's module with the chosen linear scheme and fill it from the checkpoint."""
+    settings = choose.settings
+    scheme_type = choose("linear_scheme", pin=unless_auto(settings.linear.scheme), card=card, device=device, settings=settings)
+    linear = LinearFactory(scheme_type(ops, needs.dtype, device.torch_device))
+    context = BuildContext(settings=settings, card=card, ops=ops, linear=linear, dtype=needs.dtype, device=device.torch_device)
+    state.module = state.build(context).eval()
+    load_weights(state.module, state.weight_map(card), reader, seed=settings.model.seed)
+
+
+def core_columns(layouts: Sequence[GroupLayout], max_model_len: int) -> list[Column]:
+    """The columns that every request has.
+
+    token_ids: prompt and output. known: tokens known. computed: tokens in the cache. finished: batch.Finish. limit: tokens at which
+    the request ends. generation: tenancy of the row. num_accepted: tokens of the row's last step that count. pages.<group>: block table.
+    """
+    scalars = [Column(name, torch.int32) for name in ("known", "computed", "finished", "limit", "generation", "num_accepted")]
+    tables = [Column(f"pages.{g.group.name}", torch.int32, width=max(2, -(-max_model_len // g.tokens_per_page))) for g in layouts]
+    return [Column("token_ids", torch.int32, width=max(2, max_model_len)), *scalars, *tables]
+
+
+def patch_capacity(settings: RunnerSettings, layouts: Sequence[GroupLayout], max_model_len: int) -> int:
+    """Words that a step's edits may take: page growth of every row, and the admission of a few of the longest prompts."""
+    growth = settings.scheduler.max_rows * 4 * (len(layouts) + settings.scheduler.max_batched_tokens // 16 + 1)
+    admission = 64 + settings.sampler.max_stop_token_ids + 2 * max_model_len + sum(2 * max_model_len // g.tokens_per_page for g in layouts)
+    return growth + 4 * (admission + 1024)
+
+
+def count_pages(settings: RunnerSettings, device: Device, page_bytes: int, layouts: Sequence[GroupLayout], max_model_len: int) -> int:
+    """Usable pages of the cache: as set, or as memory allows, but never more than all rows at full length could use."""
+    cache = settings.cache
+    most = settings.scheduler.max_rows * sum(-(-max_model_len // layout.tokens_per_page) for layout in layouts)
+    if cache.num_pages is not None:
+        return cache.num_pages
+    budget = device.cache_budget(cache.memory_fraction) if cache.memory_bytes is None else cache.memory_bytes
+    pages = min(most, budget // page_bytes - 1)  # one page is the null page
+    if pages < 1:
+        free, total = device.memory()
+        raise CapacityError(
+            f"the cache would get {max(budget, 0)} bytes, less than the 2 pages of {page_bytes} bytes that it needs at least; "
+            f"device {device.name!r} has {free} of {total} bytes free. Set cache.memory_bytes or cache.num_pages, or free memory"
+        )
+    return pages

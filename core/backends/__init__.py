@@ -1,0 +1,1 @@
+"""Attention backends that come with the core."""

@@ -1,0 +1,27 @@
+"""The cache memory on the device: one byte arena of equal pages, seen by each cache group in its own shape."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from modelrunner.page_pool import GroupLayout
+
+
+def allocate_caches(
+    layouts: Sequence[GroupLayout], num_pages: int, page_bytes: int, dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Allocate the arena, [num_pages, page_bytes] uint8 zeros, and view it per group.
+
+    A group's view is [num_pages, num_layers, tokens_per_page, *token_shape] in `dtype`; views of different groups share the bytes of
+    a page, and the pool gives each page to one group at a time. Page 0 is the null page: it stays zero.
+    """
+    arena = torch.zeros(num_pages, page_bytes, dtype=torch.uint8, device=device)
+    typed = arena.view(dtype)
+    views = {}
+    for layout in layouts:
+        shape = (len(layout.group.layers), layout.tokens_per_page, *layout.group.token_shape())
+        elements = layout.group.elements_per_token() * layout.tokens_per_page
+        views[layout.group.name] = typed[:, :elements].unflatten(1, shape)
+    return arena, views

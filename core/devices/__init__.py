@@ -1,0 +1,1 @@
+"""The devices that come with the core: `cpu`, `deferred_cpu` (races without a GPU) and `cuda`."""

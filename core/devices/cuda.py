@@ -1,0 +1,70 @@
+"""An NVIDIA GPU through torch: work is enqueued on a compute stream, results leave on a side stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from modelrunner.device import Device, Event, PinnedBuffer
+from modelrunner.devices.cpu import copy_bytes
+
+if TYPE_CHECKING:
+    from modelrunner.settings import RunnerSettings
+
+
+class CudaEvent:
+    """The end of a side-stream copy."""
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    def ready(self) -> bool:
+        return bool(self._event.query())
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+
+class CudaDevice(Device):
+    """One CUDA GPU: the current one when the engine starts."""
+
+    type = "cuda"
+    name = "cuda"
+
+    def __init__(self, settings: RunnerSettings) -> None:
+        super().__init__(settings)
+        self.torch_device = torch.device("cuda", torch.cuda.current_device())
+        # Products of float32 matrices are IEEE: a setting of the process, since torch has none per call.
+        torch.backends.cuda.matmul.allow_tf32 = False
+        torch.backends.cudnn.allow_tf32 = False
+        self.compute = torch.cuda.Stream(self.torch_device)
+        self.side = torch.cuda.Stream(self.torch_device)
+        # What start-up wrote on the default stream must be there before the first step.
+        self._started = False
+
+    def pinned(self, num_bytes: int) -> PinnedBuffer:
+        return PinnedBuffer(num_bytes, pinned=True)
+
+    def launch(self, work: Callable[[], None]) -> None:
+        if not self._started:
+            self.compute.wait_stream(torch.cuda.default_stream(self.torch_device))
+            self._started = True
+        with torch.cuda.stream(self.compute), torch.inference_mode():
+            work()
+
+    def download(self, source: Callable[[], torch.Tensor], target: PinnedBuffer) -> Event:
+        self.side.wait_stream(self.compute)
+        with torch.cuda.stream(self.side):
+            copy_bytes(source(), target)
+            event = torch.cuda.Event()
+            event.record(self.side)
+        return CudaEvent(event)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.torch_device)
+
+    def memory(self) -> tuple[int, int]:
+        free, total = torch.cuda.mem_get_info(self.torch_device)
+        return int(free), int(total)

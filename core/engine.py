@@ -1,0 +1,199 @@
+"""The engine: requests in, outputs out, one step at a time. The loop is plan, launch, collect, commit.
+
+    engine = Engine({"model": "path/to/model"})
+    engine.add_request("a", "Hello", SamplingParams(max_tokens=8))
+    while engine.has_unfinished():
+        for output in engine.step():
+            ...
+
+With `scheduler.pipeline_depth` 1 each step is collected before the next is planned: the plain loop. With 2 or more, step N+1 is planned and launched while
+step N runs; the tokens are the same.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from modelrunner.assemble import Assembly, assemble
+from modelrunner.batch import Drain, Plan, Ticket
+from modelrunner.checkpoint import ModelCard
+from modelrunner.errors import ModelRunnerError, RequestError
+from modelrunner.outputs import OutputProcessor
+from modelrunner.page_pool import PagePool
+from modelrunner.request import Request, RequestOutput, SamplingParams, make_request
+from modelrunner.scheduler import Committed, Scheduler
+from modelrunner.settings import RunnerSettings
+from modelrunner.text import Tokenizer
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+
+
+class EngineError(ModelRunnerError):
+    """A step failed on the device; the engine cannot go on. The cause is chained."""
+
+
+class Engine:
+    """Owns the device's state and runs the loop, in the caller's thread. Not thread-safe."""
+
+    def __init__(self, settings: Mapping[str, Any] | None = None, *, plugins: Sequence[object] = ()) -> None:
+        """settings: as for `load_settings`. plugins: plugin objects or module names, beside the installed ones."""
+        self.assembly: Assembly = assemble(settings or {}, plugins)
+        self.settings: RunnerSettings = self.assembly.settings
+        self.card: ModelCard = self.assembly.card
+        self.tokenizer: Tokenizer | None = self.assembly.tokenizer
+        self.runner = self.assembly.runner
+        self.scheduler = self._scheduler(self.assembly)
+        self.outputs = OutputProcessor(self.tokenizer, self.scheduler)
+        self.tickets: deque[Ticket] = deque()
+        self.requests: dict[str, Request] = {}
+        self.failure: BaseException | None = None
+        self._ended: list[Request] = []  # finished by the host since the last step
+
+    def _scheduler(self, parts: Assembly) -> Scheduler:
+        scheduler = parts.settings.scheduler
+        return Scheduler(
+            groups=parts.layouts,
+            pool=PagePool(parts.resolved.num_pages + 1),
+            builder=parts.table.builder,
+            row_values=parts.sampler.row_values,
+            on_admit=self._admit,
+            on_remove=parts.state.remove_row,
+            max_rows=scheduler.max_rows,
+            max_batched_tokens=scheduler.max_batched_tokens,
+            max_model_len=parts.resolved.max_model_len,
+            policy=scheduler.policy,
+            chunked_prefill=scheduler.chunked_prefill,
+            prefix_caching=parts.settings.cache.prefix_caching,
+            seats=parts.table.seats,
+            depth=scheduler.pipeline_depth,
+        )
+
+    def _admit(self, row: int, request: Request, resumed: bool) -> Mapping[str, Any]:
+        state = self.assembly.state
+        return state.resume_row(row, request) if resumed else state.add_row(row, request)
+
+    # ---- requests ------------------------------------------------------------------------------------------------
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        deadline: float | None = None,
+        cache_salt: str | None = None,
+    ) -> None:
+        """Queue a request. Raises RequestError, and takes nothing, when it cannot be served as it was put.
+
+        prompt: text, token ids, or {"prompt": ...} / {"prompt_token_ids": [...]}, which may hold `cache_salt`. priority: lower runs
+        earlier under the `priority` policy. deadline: seconds from now after which it ends with finish reason `timeout`.
+        """
+        self._check_alive()
+        if request_id in self.requests:
+            raise RequestError(f"request id {request_id!r} is in use by an unfinished request; choose another")
+        request = make_request(
+            request_id,
+            prompt,
+            params,
+            card=self.card,
+            tokenizer=self.tokenizer,
+            vocab_size=self.assembly.needs.vocab_size,
+            max_model_len=self.assembly.resolved.max_model_len,
+            settings=self.settings,
+            priority=priority,
+            deadline=deadline,
+            cache_salt=cache_salt,
+            seed=secrets.randbits(63),
+            now=time.monotonic(),
+        )
+        request.features = int(self.assembly.sampler.features(request.params))
+        self.scheduler.add(request)
+        self.requests[request_id] = request
+        self.outputs.add(request)
+
+    def abort(self, request_id: str) -> None:
+        """End a request now; its last output (finish reason `abort`) comes from the next `step`. An id that is not running is ignored.
+
+        Raises RequestError for an id that is not a non-empty string.
+        """
+        if not isinstance(request_id, str) or not request_id:
+            raise RequestError(f"abort takes the id of one request, a non-empty string; got {request_id!r}")
+        if (request := self.requests.get(request_id)) is not None:
+            self._finish(request, "abort")
+
+    def has_unfinished(self) -> bool:
+        """Whether another `step` has something to do or to report."""
+        return bool(self.requests or self._ended or self.tickets)
+
+    def _finish(self, request: Request, reason: str, stop_reason: int | str | None = None, keep_output: int | None = None) -> None:
+        self.scheduler.finish(request, reason, stop_reason, keep_output)
+        self._ended.append(request)
+        self._forget(request)
+
+    # ---- the loop ------------------------------------------------------------------------------------------------
+
+    def step(self) -> list[RequestOutput]:
+        """Plan and launch one step, collect what is due, and return the outputs that are new."""
+        self._check_alive()
+        for request in self.scheduler.expire(time.monotonic()):
+            self._ended.append(request)
+        outputs: list[RequestOutput] = []
+        plan = self.scheduler.plan()
+        if isinstance(plan, Drain):
+            outputs += self._collect(keep=0)
+            plan = self.scheduler.plan(drained=True)
+        assert not isinstance(plan, Drain), "a drained plan has nothing in flight to wait for"
+        if plan is not None:
+            self._launch(plan)
+        depth = self.settings.scheduler.pipeline_depth
+        outputs += self._collect(keep=depth - 1 if plan is not None else max(len(self.tickets) - 1, 0))
+        return outputs + self._report_ended()
+
+    def _launch(self, plan: Plan) -> None:
+        try:
+            self.tickets.append(self.runner.launch(plan))
+        except BaseException:
+            self.scheduler.rollback(plan)
+            raise
+
+    def _collect(self, keep: int) -> list[RequestOutput]:
+        """Collect the oldest steps until `keep` are in flight."""
+        outputs: list[RequestOutput] = []
+        while len(self.tickets) > keep:
+            ticket = self.tickets.popleft()
+            try:
+                outcome = self.runner.collect(ticket)
+            except BaseException as error:
+                self.failure = error
+                raise EngineError(f"step {ticket.plan.step} failed on device {self.assembly.device.name!r}: {error}") from error
+            outputs += self._process(self.scheduler.commit(outcome))
+        return outputs
+
+    def _process(self, committed: Committed) -> list[RequestOutput]:
+        outputs, stops = self.outputs.process(committed)
+        for request in committed.finished:
+            self._forget(request)
+        for request, keep, stop in stops:
+            self._finish(request, "stop", stop, keep)
+        return outputs
+
+    def _report_ended(self) -> list[RequestOutput]:
+        ended, self._ended = self._ended, []
+        return [self.outputs.finish(request) for request in ended]
+
+    def _forget(self, request: Request) -> None:
+        self.requests.pop(request.id, None)
+
+    def _check_alive(self) -> None:
+        if self.failure is not None:
+            raise EngineError(f"the engine stopped because a step failed: {self.failure}") from self.failure
+
+    def close(self) -> None:
+        """Wait for the device. The engine takes no more work."""
+        self.assembly.device.synchronize()
+        self.failure = self.failure or EngineError("the engine was closed")

@@ -1,0 +1,186 @@
+"""The runner: launch a planned step, collect its results. It holds what every model shares and nothing else.
+
+`launch` packs the plan into a pinned buffer, hands the device one closure and one copy on the side stream, and returns. The closure is the
+step: patch, gather, embed, layers, hidden states at the sampling positions (the body); head, sampling, state update, record (the tail).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from modelrunner.attention import AttentionBackend, BoundAttention, attention_meta
+from modelrunner.batch import Batch, Outcome, Plan, Ticket, record_words
+from modelrunner.device import Device, Event, PinnedBuffer
+from modelrunner.model_state import ModelState, Needs
+from modelrunner.ops import Ops
+from modelrunner.page_pool import GroupLayout
+from modelrunner.request_table import RequestTable
+from modelrunner.sampler import Sampler
+from modelrunner.step_buffers import Buckets, PlanPacker, Shape, StepBuffers
+
+POISON = -0x5A5A5A5B  # what a released ring entry holds on a testing device: no row, no token
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a runner is put together from, each chosen or built at start-up."""
+
+    device: Device
+    ops: Ops
+    state: ModelState
+    needs: Needs
+    sampler: Sampler
+    table: RequestTable
+    layouts: Sequence[GroupLayout]
+    caches: Mapping[str, torch.Tensor]
+    backends: Mapping[str, AttentionBackend]
+
+
+class Runner:
+    """Runs planned steps on a device, several in flight."""
+
+    def __init__(self, parts: Parts, *, max_rows: int, max_tokens: int, max_model_len: int, depth: int, buckets: Buckets) -> None:
+        """max_rows, max_tokens: of an unpadded step. depth: steps in flight at most."""
+        self.parts = parts
+        self.device, self.ops, self.state = parts.device, parts.ops, parts.state
+        self.buckets = buckets
+        self.scratch_row = parts.table.max_rows
+        rows = max([max_rows, *buckets.rows]) + 1
+        tokens = max([max_tokens, rows, *buckets.tokens])
+        self.packer = PlanPacker(rows, parts.table.max_patch_words)
+        self.buffers = StepBuffers(parts.needs, parts.layouts, rows, tokens, max_model_len, self.packer, self.device.torch_device)
+        entries, words = depth + 1, record_words(num_draft=0)
+        self.ring = torch.zeros(entries, rows, words, dtype=torch.int32, device=self.device.torch_device)
+        self.counter = torch.zeros(1, dtype=torch.int64, device=self.device.torch_device)
+        self.plans = [self.device.pinned(4 * self.packer.capacity) for _ in range(entries)]
+        self.results = [self.device.pinned(4 * rows * words) for _ in range(entries)]
+        self.events: list[Event | None] = [None] * entries
+        self.launched = 0
+        self.layer_index = {g.group.name: {layer: i for i, layer in enumerate(g.group.layers)} for g in parts.layouts}
+
+    def launch(self, plan: Plan) -> Ticket:
+        """Enqueue the step; never waits. An entry is free because at most `depth` tickets are open."""
+        entry = self.launched % len(self.plans)
+        assert self.events[entry] is None, "more steps in flight than the pipeline is deep"
+        shape = self.buckets.shape(plan)
+        words = self.packer.pack(plan, shape, self.scratch_row, _int32(self.plans[entry]))
+        batch = self.buffers.batch(plan, shape, self.parts.table.columns)
+        attention = {
+            name: BoundAttention(
+                backend, self.layer_index[name], self.state.attention_metadata(backend.group, batch, attention_meta(backend.group, batch))
+            )
+            for name, backend in self.parts.backends.items()
+        }
+        self.device.launch(lambda: self._step(plan, shape, batch, attention, self.plans[entry], words))
+        self.events[entry] = self.device.download(lambda: self.ring[entry, : plan.num_rows], self.results[entry])
+        self.launched += 1
+        return Ticket(plan, entry)
+
+    def collect(self, ticket: Ticket) -> Outcome:
+        """Wait for the copy of this step's records, take them, and free the step's buffers."""
+        event = self.events[ticket.entry]
+        assert event is not None, "a ticket is collected once"
+        event.wait()
+        self.events[ticket.entry] = None
+        records = _int32(self.results[ticket.entry])[: ticket.plan.num_rows * self.ring.shape[2]].reshape(ticket.plan.num_rows, -1).copy()
+        self.device.release(self.results[ticket.entry])
+        self.device.release(self.plans[ticket.entry])
+        if self.device.poison:
+            self.device.launch(lambda: self.ring[ticket.entry].fill_(POISON) and None)
+        return Outcome(ticket.plan, records)
+
+    def _step(
+        self, plan: Plan, shape: Shape, batch: Batch, attention: Mapping[str, BoundAttention], staged: PinnedBuffer, words: int
+    ) -> None:
+        with torch.inference_mode():
+            self._inputs(plan, batch, staged, words)
+            hidden = self._body(batch, attention)
+            self._tail(batch, hidden)
+
+    def _inputs(self, plan: Plan, batch: Batch, staged: PinnedBuffer, words: int) -> None:
+        """Upload and apply the plan; gather what the step reads from the request table."""
+        ops, buffers, columns = self.ops, self.buffers, self.parts.table.columns
+        buffers.staging[:words].copy_(staged.tensor[: 4 * words].view(torch.int32), non_blocking=True)
+        if not plan.patch.empty:
+            ops.apply_patch(self.parts.table.arena, *buffers.patch(plan.patch.dst.size, plan.patch.words.size))
+        rows, generations, num_query, query_start = buffers.row_inputs(batch.num_rows)
+        ops.gather_rows(
+            rows,
+            num_query,
+            generations,
+            columns["computed"],
+            columns["known"],
+            columns["finished"],
+            columns["generation"],
+            batch.query_len,
+            batch.computed,
+            batch.seq_len,
+            batch.samples,
+        )
+        torch.index_select(columns["num_accepted"], 0, rows, out=batch.num_accepted)
+        ops.gather_tokens(
+            rows,
+            query_start,
+            batch.query_len,
+            batch.computed,
+            columns["token_ids"],
+            batch.input_ids,
+            batch.positions,
+            batch.token_row,
+            batch.token_valid,
+            batch.sample_index,
+        )
+        for layout in self.parts.layouts:
+            name = layout.group.name
+            ops.gather_block_table(columns[f"pages.{name}"], rows, batch.block_tables[name])
+            ops.slot_mapping(
+                batch.block_tables[name], batch.token_row, batch.positions, batch.token_valid, layout.tokens_per_page, batch.slots[name]
+            )
+
+    def _body(self, batch: Batch, attention: Mapping[str, BoundAttention]) -> torch.Tensor:
+        """Embeddings and layers; returns the hidden states at the sampling positions, [N, H]."""
+        state = self.state
+        state.before_forward(batch)
+        hidden = self.buffers.hidden[: batch.num_tokens]
+        for bound in attention.values():
+            bound.begin()
+        state.embed(batch, hidden)
+        positions = state.positions(batch, batch.positions)
+        hidden = state.forward(hidden, positions, attention, self.parts.caches, no_tap)
+        return hidden.index_select(0, batch.sample_index)
+
+    def _tail(self, batch: Batch, hidden: torch.Tensor) -> None:
+        """Head, sampling, state update and record."""
+        columns = self.parts.table.columns
+        rows, generations, _, _ = self.buffers.row_inputs(batch.num_rows)
+        tokens, num_tokens, ok = self.parts.sampler.sample(self.state.logits(hidden), batch)
+        finish = self.ops.update_state(
+            rows,
+            batch.query_len,
+            batch.samples,
+            tokens,
+            num_tokens,
+            ok,
+            columns["token_ids"],
+            columns["computed"],
+            columns["known"],
+            columns["finished"],
+            columns["limit"],
+            columns["num_accepted"],
+            columns["stop_ids"],
+            columns["stop_ids.seats"],
+        )
+        self.ops.write_record(self.ring, self.counter, rows, generations, num_tokens, finish, tokens)
+
+
+def no_tap(name: str, hidden: torch.Tensor) -> torch.Tensor:
+    """The tap of a step that nobody reads or steers."""
+    return hidden
+
+
+def _int32(buffer: PinnedBuffer) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+    return buffer.array.view(np.int32)
