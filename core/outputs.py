@@ -19,8 +19,8 @@ from modelrunner.text import OutputText, Tokenizer, detokenize
 class CommittedTokens(Protocol):
     """What a collected step added (the scheduler's `Committed`).
 
-    rows [M]: rows with new tokens. tokens [M, 1+k], of which num_tokens [M] count. finished: requests that ended with this step; they have left
-    their row, and all their output is in `output_token_ids`.
+    rows [M]: rows with new tokens. tokens [M, 1+k], of which num_tokens [M] count. finished: requests that ended with this step; they
+    have left their row, and all their output is in `output_token_ids`.
     """
 
     @property

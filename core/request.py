@@ -217,7 +217,7 @@ def list_of_ids(value: object) -> list[int]:
     """`value` as a list of ints (numpy arrays too). Raises RequestError that names the first item that is not one."""
     if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
         raise RequestError(f"prompt: got {shown(value)}; accepted: text, a list of token ids, or a mapping with one of them")
-    ids = value.tolist() if hasattr(value, "tolist") else list(value)
+    ids = list(value.tolist() if hasattr(value, "tolist") and hasattr(value, "__len__") else value)
     if set(map(type, ids)) <= {int}:
         return ids
     checked = []

@@ -1,0 +1,179 @@
+"""LLM: prompts in, finished texts out, with the engine in the caller's process.
+
+llm = LLM("path/to/model")
+for output in llm.generate(["Hello", "The sky is"], SamplingParams(max_tokens=8)):
+    print(output.outputs[0].text)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Self
+
+from modelrunner.engine import Engine
+from modelrunner.errors import RequestError
+from modelrunner.request import OutputKind, Prompt, RequestOutput, SamplingParams, default_params
+
+if TYPE_CHECKING:
+    from modelrunner.checkpoint import ModelCard
+    from modelrunner.text import Tokenizer
+
+Message = Mapping[str, Any]
+
+
+class LLM:
+    """A model, ready to generate. Everything that runs in its engine is its own; not thread-safe.
+
+    model: hub id, folder, or file; "" for the small built-in one. plugins: plugin objects or module names, beside the installed ones.
+    settings: as for `load_settings`: flat names (`max_model_len=4096`), sections (`cache={"page_size": 32}`), and so on.
+    """
+
+    def __init__(self, model: str = "", *, plugins: Sequence[object] = (), **settings: Any) -> None:
+        named = {"model": model} if model else {}
+        self.engine = Engine({**named, **settings}, plugins=plugins)
+        self._ids = itertools.count()
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """None with `skip_tokenizer_init`."""
+        return self.engine.tokenizer
+
+    @property
+    def card(self) -> ModelCard:
+        return self.engine.card
+
+    def default_sampling_params(self) -> SamplingParams:
+        """What applies when none are given: our defaults with those of the checkpoint's generation_config.json."""
+        return default_params(self.engine.card)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        priority: int | Sequence[int] = 0,
+        deadline: float | Sequence[float | None] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete every prompt. Returns one output per prompt, in their order; a call always starts from nothing.
+
+        prompts: one or a list; each is text, a list of token ids, or a mapping with `prompt` or `prompt_token_ids` and optionally
+        `cache_salt`. sampling_params: one for all, or a list with one each; None for `default_sampling_params`. use_tqdm: show a progress
+        bar on a terminal. priority: lower runs earlier under the `priority` policy. deadline: seconds from now after which a request ends
+        with finish reason `timeout`. Both may be lists too.
+
+        Raises RequestError before anything runs when any prompt or parameter is invalid, naming the prompt's index. An
+        exception during the run, KeyboardInterrupt included, ends the call's other requests; the engine stays usable.
+        """
+        many = as_list(prompts)
+        params = [self._final_only(item) for item in spread("sampling_params", sampling_params, len(many))]
+        priorities, deadlines = spread("priority", priority, len(many)), spread("deadline", deadline, len(many))
+        pending: dict[str, int] = {}  # request id -> index of its prompt
+        results: list[RequestOutput | None] = [None] * len(many)
+        try:
+            for i, prompt in enumerate(many):
+                request_id = str(next(self._ids))
+                pending[request_id] = i  # before it is added: an interrupt in between must not leave it behind
+                with naming_prompt(i):
+                    self.engine.add_request(request_id, prompt, params[i], priority=priorities[i], deadline=deadlines[i])
+            self._run(pending, results, use_tqdm)
+        except BaseException:
+            self._abandon(pending)
+            raise
+        return [result for result in results if result is not None]
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        add_generation_prompt: bool = True,
+        priority: int | Sequence[int] = 0,
+        deadline: float | Sequence[float | None] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or each of a list of them, by the tokenizer's chat template; otherwise as `generate`.
+
+        messages: `[{"role": "user", "content": "Hello"}, ...]`. add_generation_prompt: end the prompt where the answer begins.
+        """
+        if self.tokenizer is None:
+            raise RequestError("messages: a chat needs a tokenizer, and skip_tokenizer_init is set; accepted: generate with token ids")
+        if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
+            raise RequestError(f"messages: got a {type(messages).__name__}; accepted: a list of mappings with 'role' and 'content'")
+        conversations: Sequence[Any] = [messages] if not messages or isinstance(messages[0], Mapping) else messages
+        prompts: list[Prompt] = []
+        for i, conversation in enumerate(conversations):
+            with naming_prompt(i):
+                prompts.append({"prompt_token_ids": self.tokenizer.apply_chat_template(conversation, add_generation_prompt)})
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, priority=priority, deadline=deadline)
+
+    def close(self) -> None:
+        """Wait for the device and give the engine up."""
+        self.engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _final_only(self, params: object) -> SamplingParams:
+        params = self.default_sampling_params() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"sampling_params: got a {type(params).__name__}; accepted: SamplingParams, or a list of them")
+        return params.model_copy(update={"output_kind": OutputKind.FINAL_ONLY})
+
+    def _run(self, pending: dict[str, int], results: list[RequestOutput | None], use_tqdm: bool) -> None:
+        from tqdm import tqdm  # type: ignore[import-untyped]
+
+        quiet = not use_tqdm or not sys.stderr.isatty()
+        with tqdm(total=len(pending), desc="Generating", unit="prompt", disable=quiet) as bar:
+            while pending:
+                for output in self.engine.step():
+                    if output.finished and output.request_id in pending:
+                        results[pending.pop(output.request_id)] = output
+                        bar.update()
+
+    def _abandon(self, pending: dict[str, int]) -> None:
+        """End the requests of a call that failed, and take their last outputs, so that the next call finds nothing of them."""
+        with contextlib.suppress(Exception):  # an engine that cannot go on says so at the next call; the first error is the one to show
+            for request_id in pending:
+                self.engine.abort(request_id)  # does nothing for the one that was refused
+            while pending and self.engine.has_unfinished():
+                for output in self.engine.step():
+                    if output.finished:
+                        pending.pop(output.request_id, None)
+
+
+@contextlib.contextmanager
+def naming_prompt(index: int) -> Any:
+    """Say in a RequestError which prompt of the call it is about."""
+    try:
+        yield
+    except RequestError as error:
+        raise RequestError(f"prompts[{index}]: {error}") from error
+
+
+def as_list(prompts: Any) -> list[Any]:
+    """The prompts of a call: a list of ids is one prompt, a list of anything else is several."""
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    if not isinstance(prompts, Iterable) or isinstance(prompts, bytes):
+        raise RequestError(
+            f"prompts: got a {type(prompts).__name__}; accepted: text, token ids, a mapping with one of them, or a list of these"
+        )
+    many = list(prompts)
+    one = bool(many) and hasattr(many[0], "__index__") and not hasattr(many[0], "__len__")
+    return [prompts] if one else many
+
+
+def spread(name: str, value: Any, count: int) -> list[Any]:
+    """One value per prompt: a list as it is, anything else for all."""
+    if not isinstance(value, (list, tuple)):
+        return [value] * count
+    if len(value) != count:
+        raise RequestError(f"{name}: got a list of {len(value)} for {count} prompts; accepted: one for all, or exactly one each")
+    return list(value)

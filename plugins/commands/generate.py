@@ -1,0 +1,102 @@
+"""`modelrunner generate`: complete prompts from the command line."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from modelrunner.cli import Command
+
+if TYPE_CHECKING:
+    from modelrunner.plugin_manager import PluginManager
+    from modelrunner.request import RequestOutput, SamplingParams
+
+DEFAULT_MAX_TOKENS = 64
+SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "ignore_eos")
+
+
+def command() -> Command:
+    """The command's description; torch is imported only when it runs."""
+    return Command("generate", "Generate text from prompts.", add_arguments, run, takes_settings=True)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model", metavar="NAME", help="hub id, folder, or .gguf file; without it, the small model that `make demo` installs"
+    )
+    parser.add_argument("--prompt", dest="prompts", metavar="TEXT", action="append", default=[], help="text to complete; repeatable")
+    parser.add_argument(
+        "--prompt-file", dest="prompts", metavar="FILE", action="append", type=read_prompt_file, default=[],
+        help="file that holds one prompt, - for standard input; a line end at its end is left out; repeatable",
+    )  # fmt: skip
+    parser.add_argument("--chat", action="store_true", help="put each prompt into the model's chat template, as the user's message")
+    parser.add_argument("--max-tokens", type=int, default=DEFAULT_MAX_TOKENS, metavar="N", help="most tokens to generate (%(default)s)")
+    parser.add_argument("--temperature", type=float, metavar="T", help="0 for greedy; default: the model's own, else 1")
+    parser.add_argument("--top-p", type=float, metavar="P", help="sample among the likeliest tokens that together hold this probability")
+    parser.add_argument("--top-k", type=int, metavar="K", help="sample among this many tokens")
+    parser.add_argument("--min-p", type=float, metavar="P", help="sample among tokens at least this fraction as likely as the best")
+    parser.add_argument("--seed", type=int, metavar="S", help="the same seed gives the same text")
+    parser.add_argument("--stop", action="append", metavar="TEXT", help="end the output before this text; repeatable")
+    parser.add_argument("--ignore-eos", action="store_true", default=None, help="go on past the end of the sequence")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line: prompt_token_ids, token_ids, text, finish_reason")
+
+
+def read_prompt_file(name: str) -> str:
+    """The prompt in a file, without a line end at its end."""
+    try:
+        data = sys.stdin.buffer.read() if name == "-" else Path(name).expanduser().read_bytes()
+        text = data.decode("utf-8")
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{name}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise argparse.ArgumentTypeError(f"{name}: not UTF-8 text (byte {error.start})") from None
+    return text.removesuffix("\n").removesuffix("\r")
+
+
+def run(args: argparse.Namespace, manager: PluginManager) -> int:
+    """Generate and print. Returns 1 when an output ended in an error."""
+    from modelrunner.errors import RequestError
+    from modelrunner.request import SamplingParams, default_params
+
+    if not args.prompts:
+        raise RequestError("no prompt: give --prompt TEXT or --prompt-file FILE (- for standard input)")
+    given = {name: value for name in SAMPLING if (value := getattr(args, name)) is not None}
+    SamplingParams(**given)  # a wrong parameter is told before the model is loaded
+    from modelrunner.llm import LLM
+
+    with LLM(args.model or "", plugins=args.plugins, **args.settings) as llm:
+        params = SamplingParams(**{**default_params(llm.card).model_dump(exclude_defaults=True), **given})
+        outputs = generate(llm, args.prompts, params, args.chat)
+    show_json(outputs) if args.json else show_text(args.prompts, outputs)
+    return 1 if any(output.outputs[0].finish_reason == "error" for output in outputs) else 0
+
+
+def generate(llm: Any, prompts: Sequence[str], params: SamplingParams, chat: bool) -> list[RequestOutput]:
+    """Complete the prompts, or answer each as a conversation of its own."""
+    if chat:
+        return list(llm.chat([[{"role": "user", "content": prompt}] for prompt in prompts], params))
+    return list(llm.generate(list(prompts), params))
+
+
+def show_json(outputs: Sequence[RequestOutput]) -> None:
+    for output in outputs:
+        choice = output.outputs[0]
+        line = {
+            "prompt_token_ids": list(output.prompt_token_ids),
+            "token_ids": list(choice.token_ids),
+            "text": choice.text,
+            "finish_reason": choice.finish_reason,
+        }
+        print(json.dumps(line))
+
+
+def show_text(prompts: Sequence[str], outputs: Sequence[RequestOutput]) -> None:
+    """The completions; each under its prompt when there are several."""
+    for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
+        if len(outputs) > 1:
+            print(f"{'' if i == 0 else chr(10)}==> {prompt} <==")
+        print(output.outputs[0].text)
