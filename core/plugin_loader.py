@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from importlib import invalidate_caches
 from importlib.metadata import Distribution, EntryPoint, distributions
 from typing import Any
 
@@ -59,6 +60,7 @@ _imported: dict[Candidate, object | PluginFailure] = {}
 
 def forget() -> None:
     """Empty the caches of this process, so that the next engine looks again."""
+    invalidate_caches()
     with _lock:
         _discovered.clear()
         _imported.clear()

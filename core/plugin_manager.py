@@ -250,7 +250,7 @@ class PluginManager:
         for message in messages:
             if message not in _warned:
                 _warned.add(message)
-                warnings.warn(message, PluginWarning, stacklevel=3)
+                warnings.warn(message, PluginWarning, stacklevel=2)
 
     def describe(self) -> list[PluginInfo]:
         """Every plugin found, in loading order, then those that are left out."""

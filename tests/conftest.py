@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import random
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
+from plugin_site import PluginSite
 
 # Read by libraries that the tests import later.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -28,3 +31,12 @@ def _seeded() -> None:
 @pytest.fixture
 def rng() -> np.random.Generator:
     return np.random.default_rng(0)
+
+
+@pytest.fixture
+def plugin_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PluginSite]:
+    """An empty folder, first on `sys.path`, to install plugins into."""
+    site = PluginSite(tmp_path / "site")
+    monkeypatch.syspath_prepend(str(site.folder))
+    yield site
+    site.close()
