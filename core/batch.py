@@ -30,7 +30,8 @@ class Feature(IntFlag):
     """What a row asks of the tail of a step. The plan carries the union over its rows and so chooses the tail's kind."""
 
     GREEDY = 0
-    PLAIN = 1  # temperature, top-k, top-p, min-p: sampled with noise
+    PLAIN = 1  # sampled with noise
+    FILTERED = 2  # top-k, top-p or min-p cut the vocabulary first; goes with PLAIN
 
 
 class Record(IntEnum):

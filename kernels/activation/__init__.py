@@ -1,1 +1,5 @@
-"""."""
+"""Activations."""
+
+from modelrunner.kernels.activation.reference import silu_mul
+
+__all__ = ["silu_mul"]

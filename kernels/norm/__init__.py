@@ -1,1 +1,5 @@
-"""."""
+"""Normalisation."""
+
+from modelrunner.kernels.norm.reference import rms_norm
+
+__all__ = ["rms_norm"]

@@ -1,0 +1,115 @@
+"""Attention over a paged cache (Vaswani et al. 2017, arXiv:1706.03762; pages: Kwon et al. 2023, arXiv:2309.06180) in plain torch.
+
+`write_cache` and `paged_attention` are the specification. The `indexed_*` forms do the same from an `AttentionIndex`, so that a model of
+many layers works the indices out once a step. Letters as in `index.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from modelrunner.kernels.attention.index import AttentionIndex, AttentionTiles, attention_index, rows_per_page, token_rows
+
+
+def write_cache(cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
+    """Store keys and values, in place. cache: [num_pages, tokens_per_page, 2, HK, D]. k, v: [T, HK, D]. slots: [T] int64, -1: not written.
+
+    The null page is left all zeros.
+    """
+    tokens_per_page = cache.shape[1]
+    used = slots.clamp(min=0)
+    _write(cache, k, v, used // tokens_per_page * rows_per_page(cache) + used % tokens_per_page)
+
+
+def indexed_write(cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, index: AttentionIndex) -> None:
+    """`write_cache` at the slots that `index` was made for."""
+    _write(cache, k, v, index.write_rows)
+
+
+def _write(cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor) -> None:
+    """Tokens that are not written go to the null page's first token, which is then made zero again: cheaper than masking k and v."""
+    view = token_rows(cache)
+    view.index_copy_(0, rows, torch.cat((k.flatten(1), v.flatten(1)), 1).to(cache.dtype))
+    view[0].zero_()
+
+
+def paged_attention(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    query_start: torch.Tensor,
+    query_len: torch.Tensor,
+    seq_len: torch.Tensor,
+    token_row: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    num_decode: int,
+    decode_query: int,
+    max_query: int,
+    max_seq_len: int,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """Causal attention of the step's tokens to their rows' cached keys and values; the step's own are already written.
+
+    q: [T, H, D]. cache: [num_pages, tokens_per_page, 2, HK, D]; unused slots may hold anything. The rest as in `attention_index`.
+    positions: [T] int64, of each token in its row (implied by the lengths; kernels may prefer to read them).
+    scale: factor on q.k. softcap: scores become softcap * tanh(scores / softcap). window: tokens that a query sees, itself included.
+    Returns [T, H, D] in q's dtype; invalid tokens get finite values.
+    """
+    index = attention_index(
+        cache,
+        block_table,
+        query_start,
+        query_len,
+        seq_len,
+        token_row,
+        positions,
+        num_heads=q.shape[1],
+        num_decode=num_decode,
+        decode_query=decode_query,
+        max_query=max_query,
+        max_seq_len=max_seq_len,
+        window=window,
+        dtype=q.dtype,
+    )
+    return indexed_attention(q, cache, index, scale=scale, softcap=softcap)
+
+
+def indexed_attention(
+    q: torch.Tensor, cache: torch.Tensor, index: AttentionIndex, *, scale: float, softcap: float | None = None
+) -> torch.Tensor:
+    """`paged_attention` of the step that `index` was made for. q: [T, H, D]. Returns [T, H, D] in q's dtype."""
+    view = token_rows(cache)
+    parts = [_attend(q, view, index.num_kv_heads, tiles, scale, softcap) for tiles in index.tiles]
+    if not parts:
+        return torch.zeros_like(q)
+    out = parts[0] if len(parts) == 1 else torch.cat(parts)
+    if index.places is None:
+        return out
+    if index.decode_tokens == 0:
+        return out.index_select(0, index.places)
+    return torch.cat((out[: index.decode_tokens], out[index.decode_tokens :].index_select(0, index.places)))
+
+
+def _attend(
+    q: torch.Tensor, view: torch.Tensor, num_kv_heads: int, tiles: AttentionTiles, scale: float, softcap: float | None
+) -> torch.Tensor:
+    """Attention of some tiles, [W * Q, H, D]. The query heads that share a key head are rows of one product."""
+    heads, dim = q.shape[1:]
+    num, queries, group = tiles.num_tiles, tiles.tile_query, heads // num_kv_heads
+    kv = view.index_select(0, tiles.keys).view(num, -1, 2, num_kv_heads, dim)
+    if kv.dtype != q.dtype:
+        kv = kv.to(q.dtype)
+    k, v = kv.permute(2, 0, 3, 1, 4).unbind(0)
+    part = q[tiles.queries] if isinstance(tiles.queries, slice) else q.index_select(0, tiles.queries)
+    folded = part.reshape(num, queries, num_kv_heads, group, dim).transpose(1, 2).reshape(num, num_kv_heads, queries * group, dim)
+    if softcap is None:
+        out = scaled_dot_product_attention(folded, k, v, attn_mask=tiles.mask, scale=scale)
+    else:
+        scores = torch.matmul(folded.float() * scale, k.float().transpose(2, 3))
+        weights = torch.softmax(scores.div_(softcap).tanh_().mul_(softcap).add_(tiles.mask), -1)
+        out = torch.matmul(weights, v.float()).to(q.dtype)
+    return out.reshape(num, num_kv_heads, queries, group, dim).transpose(1, 2).reshape(num * queries, heads, dim)

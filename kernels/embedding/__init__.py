@@ -1,0 +1,5 @@
+"""Embedding lookup."""
+
+from modelrunner.kernels.embedding.reference import embedding
+
+__all__ = ["embedding"]

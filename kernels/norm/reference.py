@@ -1,0 +1,19 @@
+"""Root-mean-square normalisation (Zhang and Sennrich 2019, arXiv:1910.07467, equation 4) in plain torch."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import rms_norm as torch_rms_norm
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension.
+
+    x: [..., D]. weight: [D]. Returns x's shape and dtype. 16-bit inputs: the mean and the quotient are taken in float32, the quotient is
+    rounded to x's dtype and then multiplied by the weight, as the Llama family was trained.
+    """
+    if x.dtype == torch.float32:
+        return torch_rms_norm(x, weight.shape, weight, eps)
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return wide.to(x.dtype) * weight

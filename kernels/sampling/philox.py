@@ -1,0 +1,59 @@
+"""Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", section 3.3) in plain torch, and Gumbel noise from
+it.
+"""
+
+from __future__ import annotations
+
+import torch
+
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+WEYL = (0x9E3779B9, 0xBB67AE85)
+ROUNDS = 10
+WORD = 0xFFFFFFFF
+
+PURPOSE_SAMPLE, PURPOSE_DRAFT, PURPOSE_ACCEPT, PURPOSE_RECOVER = range(4)
+
+# 23 bits and a half: every value is exact in float32 and lies strictly between 0 and 1, so that its noise is finite.
+UNIFORM_BITS = 23
+UNIFORM_MIN, UNIFORM_MAX = 2.0**-24, 1.0 - 2.0**-24
+
+
+def philox(key: tuple[torch.Tensor, torch.Tensor], counter: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """Four random words for each counter. key: two and counter: four int64 tensors of values in [0, 2^32), broadcast together.
+
+    64-bit products wrap, which leaves their low 64 bits right; an arithmetic shift and a mask then give the high word.
+    """
+    k0, k1 = key
+    c0, c1, c2, c3 = counter
+    for _ in range(ROUNDS):
+        p0, p1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
+        # c1 and c3 keep bits above the word: they only enter through exclusive-or, masked on the way.
+        c0, c1, c2, c3 = ((p1 >> 32) ^ (c1 ^ k0)) & WORD, p1, ((p0 >> 32) ^ (c3 ^ k1)) & WORD, p0
+        k0, k1 = (k0 + WEYL[0]) & WORD, (k1 + WEYL[1]) & WORD
+    return c0, c1 & WORD, c2, c3 & WORD
+
+
+def uniform_noise(seed: torch.Tensor, position: torch.Tensor, choice: torch.Tensor, purpose: int, vocab: int) -> torch.Tensor:
+    """Uniform numbers in (0, 1), [n, vocab] float32, a function of nothing but the row's seed, position, choice and the vocabulary id.
+
+    seed [n] int64: key, low word first. Vocabulary id v takes word v % 4 of the counter (v // 4, position, choice, purpose).
+    """
+    wide = [t.to(torch.int64).unsqueeze(1) for t in (seed, position, choice)]
+    block = torch.arange(-(-vocab // 4), device=seed.device).unsqueeze(0)
+    key = (wide[0] & WORD, (wide[0] >> 32) & WORD)
+    words = philox(key, (block, wide[1] & WORD, wide[2] & WORD, torch.full_like(wide[1], purpose)))
+    bits = torch.stack([(word >> (32 - UNIFORM_BITS)).to(torch.float32) for word in words], -1)
+    return bits.add_(0.5).mul_(2.0**-UNIFORM_BITS).view(seed.shape[0], -1)[:, :vocab]
+
+
+def gumbel_noise(
+    seed: torch.Tensor, position: torch.Tensor, choice: torch.Tensor, purpose: int, vocab: int, uniforms: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Standard Gumbel noise -log(-log(u)), [n, vocab] float32, always finite. argmax(logits + noise) draws from softmax(logits)
+    (Maddison et al. 2014, arXiv:1411.0030).
+
+    seed [n] int64; position, choice [n] integers; purpose: which of a step's independent draws. uniforms: [n, vocab] float32 to use in
+    place of the generator's, clamped to what the generator can give.
+    """
+    u = uniform_noise(seed, position, choice, purpose, vocab) if uniforms is None else uniforms.to(torch.float32)
+    return u.clamp(UNIFORM_MIN, UNIFORM_MAX).log_().neg_().log_().neg_()

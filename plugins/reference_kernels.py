@@ -1,0 +1,51 @@
+"""The plain-torch operations: what every device can run, and what every faster version is measured against."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from modelrunner.hookspecs import hookimpl
+
+if TYPE_CHECKING:
+    import torch
+
+    from modelrunner.device import Device
+    from modelrunner.ops import Ops, Register
+
+MODELRUNNER_API = ">=1,<2"
+
+
+@hookimpl
+def kernels(register: Register, device: Device) -> None:
+    from modelrunner.kernels import activation, attention, batch, embedding, linear, norm, rope, sampling, table
+    from modelrunner.ops import CLOSE
+
+    for function in (table.apply_patch, table.update_state, table.write_record):
+        register.op(function.__name__, function, area="table")
+    for function in (batch.gather_rows, batch.gather_tokens, batch.gather_block_table, batch.slot_mapping):
+        register.op(function.__name__, function, area="batch")
+    for function in (attention.write_cache, attention.indexed_write, attention.attention_index):
+        register.op(function.__name__, function, area="attention")
+    for function in (attention.paged_attention, attention.indexed_attention):
+        register.op(function.__name__, function, area="attention", tolerance=CLOSE)
+    register.op("embedding", embedding.embedding, area="embedding")
+    register.op("rms_norm", norm.rms_norm, area="norm", tolerance=CLOSE)
+    register.op("apply_rope", rope.apply_rope, area="rope", tolerance=CLOSE)
+    register.op("silu_mul", activation.silu_mul, area="activation", tolerance=CLOSE)
+    register.op("matmul", linear.matmul, area="linear", tolerance=CLOSE)
+    register.op("int8_matmul", linear.int8_matmul, area="linear", tolerance=CLOSE)
+    register.op("greedy", sampling.greedy, area="sampling")
+    register.op("sample", sampling.sample, area="sampling")
+    register.op("gumbel_noise", sampling.gumbel_noise, area="sampling", tolerance=CLOSE)
+    register.fusion("add_rms_norm", ("rms_norm",), add_rms_norm)
+
+
+def add_rms_norm(ops: Ops) -> Callable[..., Any]:
+    """The plain chain of `add_rms_norm(x, residual, weight, eps) -> (normed, x + residual)`."""
+
+    def chain(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+        total = x + residual
+        return ops.rms_norm(total, weight, eps), total
+
+    return chain
