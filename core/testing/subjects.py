@@ -74,8 +74,8 @@ class Subject:
 
 
 @lru_cache(maxsize=8)
-def dense(seed: int = 0) -> Subject:
-    """The tiny Llama (see `tiny_dense`) with a byte tokenizer."""
+def dense(seed: int = 1) -> Subject:
+    """The tiny Llama (see `tiny_dense`) with a byte tokenizer. Seed 1 keeps the two best logits of the cases apart by 1e-3 and more."""
     return Subject(str(tiny_dense(seed)), f"dense-{seed}", (ByteTokenizerPlugin(),))
 
 
