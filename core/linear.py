@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import nn
@@ -41,16 +42,36 @@ class LinearScheme(ABC):
 class Linear(nn.Module):
     """A linear layer whose output may consist of several parts, e.g. fused q, k and v.
 
-    in_features; out_parts: output rows of each part; bias: whether there is one.
+    in_features; out_parts: output rows of each part; bias: whether there is one. tied: a parameter of [out_features, in_features] that
+    holds the same values (an embedding); a scheme may use it as its storage, and may as well keep a copy in its own form.
     """
 
-    def __init__(self, in_features: int, out_parts: Sequence[int], *, bias: bool, scheme: LinearScheme) -> None:
+    tied: nn.Parameter | None
+    weight: nn.Parameter  # of a scheme that stores floats
+    qweight: torch.Tensor  # of a scheme that stores integers
+    scale: torch.Tensor
+    packed_scale: torch.Tensor
+
+    def __init__(
+        self,
+        in_features: int,
+        out_parts: Sequence[int],
+        *,
+        bias: bool,
+        scheme: LinearScheme,
+        tied: nn.Parameter | None = None,
+    ) -> None:
         super().__init__()
         self.in_features = in_features
         self.out_parts = tuple(out_parts)
         self.out_features = sum(out_parts)
         self.scheme = scheme
-        self.bias = nn.Parameter(torch.zeros(self.out_features, dtype=scheme.dtype, device=scheme.device), requires_grad=False) if bias else None
+        if tied is not None and tuple(tied.shape) != (self.out_features, in_features):
+            raise ValueError(f"a Linear of [{self.out_features}, {in_features}] cannot be tied to a parameter of {list(tied.shape)}")
+        self.__dict__["tied"] = tied  # not registered: its owner lists it
+        self.bias = (
+            nn.Parameter(torch.zeros(self.out_features, dtype=scheme.dtype, device=scheme.device), requires_grad=False) if bias else None
+        )
         scheme.create(self)
 
     def part_rows(self, part: int) -> slice:
@@ -77,10 +98,63 @@ class Linear(nn.Module):
 
 
 class LinearFactory:
-    """`ctx.linear(in_features, out_features_or_parts, bias=False)` -> Linear of the chosen scheme."""
+    """`ctx.linear(in_features, out_features_or_parts, bias=False, tied=None)` -> Linear of the chosen scheme."""
 
     def __init__(self, scheme: LinearScheme) -> None:
         self.scheme = scheme
 
-    def __call__(self, in_features: int, out: int | Sequence[int], *, bias: bool = False) -> Linear:
-        return Linear(in_features, (out,) if isinstance(out, int) else out, bias=bias, scheme=self.scheme)
+    def __call__(self, in_features: int, out: int | Sequence[int], *, bias: bool = False, tied: nn.Parameter | None = None) -> Linear:
+        return Linear(in_features, (out,) if isinstance(out, int) else out, bias=bias, scheme=self.scheme, tied=tied)
+
+
+class PlainScheme(LinearScheme):
+    """Weights in the activations' type: one parameter `weight` [out, in]. A tied layer uses the parameter that it is tied to."""
+
+    name = "plain"
+
+    def create(self, layer: Linear) -> None:
+        if layer.tied is None:
+            shape = (layer.out_features, layer.in_features)
+            layer.weight = nn.Parameter(torch.empty(shape, dtype=self.dtype, device=self.device), requires_grad=False)
+        else:
+            layer.weight = layer.tied
+
+    def load(self, layer: Linear, rows: slice, weight: torch.Tensor) -> None:
+        layer.weight.data[rows].copy_(weight)
+
+    def apply(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
+        return cast(torch.Tensor, self.ops.matmul(x, layer.weight))
+
+
+class Int8Scheme(LinearScheme):
+    """8-bit weights: q = round(w / scale), scale = max|w| of the output row / 127, so that w ~ scale * q; activations stay floats.
+
+    Buffers `qweight` [out, in] int8 and `scale` [out] float32. A tied layer keeps its own 8-bit copy.
+
+    On the CPU, up to PACKED_ROWS rows run in torch's weight-only kernel, which reads a quarter of float32's bytes and takes bfloat16
+    (results carry 8 bits). More rows run as `int8_matmul`, where widening the weights costs less than that kernel's row-by-row work.
+    """
+
+    name = "int8"
+    PACKED_ROWS = 8
+
+    def create(self, layer: Linear) -> None:
+        shape = (layer.out_features, layer.in_features)
+        layer.register_buffer("qweight", torch.zeros(shape, dtype=torch.int8, device=self.device))
+        layer.register_buffer("scale", torch.zeros(layer.out_features, dtype=torch.float32, device=self.device))
+        layer.register_buffer("packed_scale", torch.zeros(layer.out_features, dtype=torch.bfloat16, device=self.device))
+
+    def load(self, layer: Linear, rows: slice, weight: torch.Tensor) -> None:
+        wide = weight.to(device=self.device, dtype=torch.float32)
+        scale = wide.abs().amax(-1).div_(127).clamp_min_(torch.finfo(torch.float32).tiny)
+        layer.qweight[rows].copy_((wide / scale[:, None]).round_())
+        layer.scale[rows].copy_(scale)
+        layer.packed_scale[rows].copy_(scale)
+
+    def apply(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
+        rows = x.numel() // layer.in_features
+        if self.device.type == "cpu" and rows <= self.PACKED_ROWS:
+            flat = x.reshape(rows, layer.in_features).to(torch.bfloat16)
+            out = torch._weight_int8pack_mm(flat, layer.qweight, layer.packed_scale)
+            return out.to(x.dtype).view(*x.shape[:-1], layer.out_features)
+        return cast(torch.Tensor, self.ops.int8_matmul(x, layer.qweight, layer.scale))

@@ -1,11 +1,26 @@
-"""Weight maps: which checkpoint tensor goes where, told once by a ModelState and used for every (re)load."""
+"""Weight maps: which checkpoint tensor goes where, told once by a ModelState and used for every (re)load.
+
+    load_weights(module, state.weight_map(card), reader)             # at start-up
+    load_tensors(module, state.weight_map(card), new_tensors)        # later: a new version of the weights
+
+Loading is incremental (one tensor in memory at a time) and in place, so that a new weight version reaches captured graphs too.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import nn
+from tqdm import tqdm
+
+from modelrunner.checkpoint import CheckpointReader, DummyReader
+from modelrunner.errors import CheckpointError
+from modelrunner.linear import Linear
+
+LISTED = 10  # names of one kind that an error message lists
 
 
 @dataclass(frozen=True)
@@ -13,7 +28,7 @@ class Target:
     """Where one checkpoint tensor goes.
 
     path: dotted path of a `Linear` or a parameter in the module, e.g. `layers.3.qkv`. part: which part of a fused Linear.
-    kind: `weight` or `bias` of a Linear; `parameter` for a plain parameter. transform: applied first, e.g. a row permutation.
+    kind: `weight` or `bias` of a Linear; `parameter` for a plain parameter or buffer. transform: applied first, e.g. a row permutation.
     shard_dim: dimension that is split over devices, None for a replicated tensor.
     """
 
@@ -26,8 +41,151 @@ class Target:
 
 @dataclass(frozen=True)
 class WeightMap:
-    """names: checkpoint name -> targets (several for tied weights). ignored: names that may be present and are not used (prefixes end in `*`)."""
+    """names: checkpoint name -> targets (several for tied weights). optional: names that may be absent.
+
+    ignored: names that may be present and are not used (prefixes end in `*`).
+    """
 
     names: Mapping[str, tuple[Target, ...]]
     ignored: tuple[str, ...] = ()
     optional: frozenset[str] = field(default_factory=frozenset)
+
+    def ignores(self, name: str) -> bool:
+        return any(name.startswith(entry[:-1]) if entry.endswith("*") else name == entry for entry in self.ignored)
+
+
+Slot = tuple[str, int, str]  # path, part, kind: one thing that must be filled
+
+
+def slots(module: nn.Module) -> set[Slot]:
+    """Everything in `module` that a full checkpoint must fill: each part of each Linear, each parameter outside Linears.
+
+    A parameter that several owners share is one slot, under the name that torch lists first.
+    """
+    found: set[Slot] = set()
+    owned: set[int] = set()
+    for path, child in module.named_modules():
+        if isinstance(child, Linear):
+            owned.update(id(parameter) for parameter in child.parameters() if parameter is not child.tied)
+            for part in range(len(child.out_parts)):
+                found.add((path, part, "weight"))
+                if child.bias is not None:
+                    found.add((path, part, "bias"))
+    for path, parameter in module.named_parameters():
+        if id(parameter) not in owned:
+            found.add((path, 0, "parameter"))
+    return found
+
+
+def store(module: nn.Module, target: Target, tensor: torch.Tensor) -> None:
+    """Write one checkpoint tensor to its target, in place. Raises ValueError for a wrong shape and for a target that is not there."""
+    if target.transform is not None:
+        tensor = target.transform(tensor)
+    if target.kind != "parameter":
+        layer = module.get_submodule(target.path)
+        if not isinstance(layer, Linear):
+            raise ValueError(f"{target.path} is a {type(layer).__name__}; {target.kind} targets need a Linear")
+        layer.load(target.part, tensor, target.kind)
+        return
+    owner, _, leaf = target.path.rpartition(".")
+    parameter = getattr(module.get_submodule(owner), leaf)  # a parameter or a buffer
+    if parameter.shape != tensor.shape:
+        raise ValueError(f"shape {tuple(tensor.shape)}; {tuple(parameter.shape)} is needed")
+    parameter.data.copy_(tensor)
+
+
+def load_weights(
+    module: nn.Module, weight_map: WeightMap, reader: CheckpointReader, *, seed: int = 0, progress: bool | None = None
+) -> None:
+    """Fill `module` from `reader`, or with seeded noise for a `dummy` checkpoint. Raises CheckpointError, see `load_tensors`."""
+    if isinstance(reader, DummyReader):
+        fill_dummy(module, seed)
+    else:
+        load_tensors(module, weight_map, reader.tensors(), progress=progress, source=str(reader.path))
+
+
+def load_tensors(
+    module: nn.Module,
+    weight_map: WeightMap,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    *,
+    progress: bool | None = None,
+    source: str = "the checkpoint",
+) -> None:
+    """Fill `module` from `tensors`, in place. Safe to call again later with a new version of the weights.
+
+    progress: a bar on standard error; None shows it only on a terminal. source: file or folder, for messages.
+    Raises CheckpointError that lists, up to ten each, tensors that are missing, that nobody expects, and that do not fit; or else
+    parameters that no tensor fills.
+    """
+    unfilled = slots(module)
+    missing = set(weight_map.names) - weight_map.optional
+    unexpected: list[str] = []
+    misfits: list[str] = []
+    hidden = None if progress is None else not progress  # None: tqdm asks whether it writes to a terminal
+    with tqdm(total=len(weight_map.names), desc="Loading weights", unit="tensor", disable=hidden) as bar:
+        for name, tensor in tensors:
+            targets = weight_map.names.get(name)
+            if targets is None:
+                if not weight_map.ignores(name):
+                    unexpected.append(name)
+                continue
+            missing.discard(name)
+            for target in targets:
+                unfilled.discard((target.path, target.part, target.kind))
+                try:
+                    store(module, target, tensor)
+                except (ValueError, RuntimeError, AttributeError) as error:
+                    misfits.append(f"{name} -> {target.path}: {error}")
+            bar.update()
+    problems = [("missing", sorted(missing)), ("not expected", unexpected), ("that do not fit", misfits)]
+    if not any(found for _, found in problems):  # a missing tensor leaves its parameters unfilled too: say it once
+        problems = [("lacking, for these parameters", sorted(f"{path} ({kind}, part {part})" for path, part, kind in unfilled))]
+    report(source, problems)
+
+
+def report(source: str, problems: Sequence[tuple[str, Sequence[str]]]) -> None:
+    """Raise one CheckpointError for all problems found; return when there is none."""
+    lines = []
+    for what, found in problems:
+        if found:
+            more = f" and {len(found) - LISTED} more" if len(found) > LISTED else ""
+            lines.append(f"{len(found)} tensors {what}: {'; '.join(found[:LISTED])}{more}")
+    if lines:
+        raise CheckpointError(f"{source} does not fit the model. " + ". ".join(lines))
+
+
+def fill_dummy(module: nn.Module, seed: int) -> None:
+    """Fill `module` with noise, in place: the same for equal seeds and devices, whatever the order of layers.
+
+    Matrices get a standard deviation of 1/sqrt(last dimension), so that activations keep their size; vectors are near 1, biases near 0.
+    """
+    for path, part, kind in sorted(slots(module)):
+        layer = module.get_submodule(path) if kind != "parameter" else None
+        if isinstance(layer, Linear):
+            rows = layer.out_parts[part]
+            shape: tuple[int, ...] = (rows, layer.in_features) if kind == "weight" else (rows,)
+            device, tied = layer.scheme.device, layer.tied
+            if kind == "weight" and tied is not None:
+                # A tied layer follows the parameter it is tied to, which may itself be read later: take that parameter's noise.
+                layer.load(part, tied_noise(module, tied, seed), kind)
+                continue
+            layer.load(part, noise(shape, device, seed, path, part, kind), kind)
+        else:
+            parameter = module.get_parameter(path)
+            parameter.data.copy_(noise(tuple(parameter.shape), parameter.device, seed, path, part, kind))
+
+
+def tied_noise(module: nn.Module, tied: torch.Tensor, seed: int) -> torch.Tensor:
+    """The noise of the parameter `tied`."""
+    path = next(path for path, parameter in module.named_parameters() if parameter is tied)
+    return noise(tuple(tied.shape), tied.device, seed, path, 0, "parameter")
+
+
+def noise(shape: tuple[int, ...], device: torch.device, seed: int, path: str, part: int, kind: str) -> torch.Tensor:
+    """Seeded float32 noise of one slot."""
+    generator = torch.Generator(device=device).manual_seed((seed << 32 | zlib.crc32(f"{path}:{part}:{kind}".encode())) % 2**63)
+    values = torch.randn(shape, generator=generator, device=device)
+    if len(shape) > 1:
+        return values.mul_(shape[-1] ** -0.5)
+    return values.mul_(0.02) if kind == "bias" else values.mul_(0.02).add_(1.0)

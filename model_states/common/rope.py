@@ -1,0 +1,67 @@
+"""Rotary position embedding tables: default, linear, llama3 and yarn frequencies."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from modelrunner.model_states.common.rope_spec import RopeSpec
+
+
+def inverse_frequencies(spec: RopeSpec) -> tuple[torch.Tensor, float]:
+    """Radians per position of each pair of components, [rotary_dim / 2] float32, and the factor on cosine and sine."""
+    exponents = torch.arange(0, spec.rotary_dim, 2, dtype=torch.int64).float() / spec.rotary_dim
+    frequencies = 1.0 / spec.theta**exponents
+    if spec.kind == "linear":
+        return frequencies / spec.factor, 1.0
+    if spec.kind == "llama3":
+        return llama3_frequencies(frequencies, spec), 1.0
+    if spec.kind == "yarn":
+        return yarn_frequencies(frequencies, spec), yarn_attention_factor(spec)
+    return frequencies, 1.0
+
+
+def llama3_frequencies(frequencies: torch.Tensor, spec: RopeSpec) -> torch.Tensor:
+    """Llama 3.1: wavelengths that fit `high_freq_factor` times into the original context stay, those that fit less than `low_freq_factor`
+    times are stretched by `factor`, and the ones between go over linearly in that count."""
+    low, high = float(spec.parameters["low_freq_factor"]), float(spec.parameters["high_freq_factor"])
+    turns = spec.original_length * frequencies / (2 * math.pi)
+    kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return kept * frequencies + (1.0 - kept) * frequencies / spec.factor
+
+
+def yarn_frequencies(frequencies: torch.Tensor, spec: RopeSpec) -> torch.Tensor:
+    """YaRN (Peng et al. 2023, arXiv:2309.00071, section 3.2, "NTK-by-parts"): the ramp runs over the index of the pair, between the indices
+    that turn `beta_fast` and `beta_slow` times within the original context."""
+
+    def pair_index(turns: float) -> float:
+        return spec.rotary_dim * math.log(spec.original_length / (turns * 2 * math.pi)) / (2 * math.log(spec.theta))
+
+    first = pair_index(float(spec.parameters.get("beta_fast") or 32))
+    last = pair_index(float(spec.parameters.get("beta_slow") or 1))
+    if spec.parameters.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, spec.rotary_dim - 1)
+    width = last - first or 0.001  # a ramp of no width is a step
+    stretched = ((torch.arange(spec.rotary_dim // 2, dtype=torch.float32) - first) / width).clamp(0.0, 1.0)
+    return frequencies / spec.factor * stretched + frequencies * (1.0 - stretched)
+
+
+def yarn_attention_factor(spec: RopeSpec) -> float:
+    """YaRN's temperature (equation 22) as a factor on cosine and sine; `mscale` and `mscale_all_dim` are DeepSeek's generalisation."""
+
+    def temperature(weight: float) -> float:
+        return 0.1 * weight * math.log(spec.factor) + 1.0 if spec.factor > 1 else 1.0
+
+    given = spec.parameters.get("attention_factor")
+    if given is not None:
+        return float(given)
+    over, under = spec.parameters.get("mscale"), spec.parameters.get("mscale_all_dim")
+    return temperature(over) / temperature(under) if over and under else temperature(1.0)
+
+
+def cos_sin_table(frequencies: torch.Tensor, scaling: float, length: int, device: torch.device | None = None) -> torch.Tensor:
+    """[length, 2 * len(frequencies)] float32: cosines in the first half of each row, sines in the second."""
+    angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies.float().cpu())
+    return torch.cat((angles.cos(), angles.sin()), -1).mul_(scaling).to(device or frequencies.device)

@@ -1,0 +1,36 @@
+"""Plugin: dense decoders with RMS norm, rotary positions and gated MLPs (Llama, SmolLM2, Mistral, Qwen2, Qwen3)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from modelrunner.hookspecs import hookimpl
+from modelrunner.offers import Decline, Offer
+
+if TYPE_CHECKING:
+    from modelrunner.checkpoint import ModelCard
+    from modelrunner.model_state import ModelState
+
+MODELRUNNER_API = ">=1,<2"
+
+ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
+
+@hookimpl
+def model_state(card: ModelCard) -> Offer[type[ModelState]] | Decline:
+    from modelrunner.model_states.dense.config import architecture_of, dense_config
+
+    architecture = architecture_of(card)
+    if architecture not in ARCHITECTURES:
+        return Decline(f"architecture {architecture or 'not named'}; dense runs {', '.join(ARCHITECTURES)}")
+    try:
+        dense_config(card)
+    except ValueError as error:
+        return Decline(str(error))
+    return Offer("dense", load, "exact", f"{architecture} is a dense decoder")
+
+
+def load() -> type[ModelState]:
+    from modelrunner.model_states.dense.state import DenseState
+
+    return DenseState

@@ -1,0 +1,94 @@
+"""Hugging Face: local folders and files, models of the hub, and configurations in the Hugging Face config's names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from modelrunner.errors import CheckpointError
+from modelrunner.hookspecs import hookimpl
+from modelrunner.offers import Decline, Offer
+
+if TYPE_CHECKING:
+    from modelrunner.checkpoint import ModelCard
+    from modelrunner.settings import RunnerSettings
+
+MODELRUNNER_API = ">=1,<2"
+
+HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+WANTED_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+UNWANTED_FILES = ["consolidated*", "original/*"]  # the same weights in other layouts
+
+
+@hookimpl
+def model_source(name: str, settings: RunnerSettings) -> list[Offer[Path] | Decline]:
+    if not name:
+        return []
+    path = Path(name).expanduser()
+    if path.exists():
+        return [Offer("local", lambda: path, "exact", f"{path} is here")]
+    if not HUB_ID.fullmatch(name):
+        return [Decline(f"{name!r} is neither a file or folder here nor formed like a hub id (`organisation/model`)")]
+    return [
+        Offer("hub", lambda: download(name, settings.model.revision), "family", "looks like a hub id: downloaded once, then from the cache")
+    ]
+
+
+def download(name: str, revision: str | None) -> Path:
+    """The local folder of a model of the hub, downloaded unless cached. Raises CheckpointError with the cause."""
+    import huggingface_hub
+
+    try:
+        folder = huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=WANTED_FILES, ignore_patterns=UNWANTED_FILES)
+    except Exception as error:  # the client's errors differ between its versions, and all mean: no model
+        at = f" at revision {revision}" if revision else ""
+        cause = (str(error).strip() or "no message").splitlines()[0]
+        raise CheckpointError(
+            f"model {name!r}{at}: no such file or folder here ({Path(name).absolute()}), and the hub gave none: "
+            f"{type(error).__name__}: {cause}. "
+            "Check the name (and HF_TOKEN for a gated model), or download it elsewhere and pass its folder"
+        ) from error
+    return Path(folder)
+
+
+@hookimpl
+def model_config(card: ModelCard) -> Offer[Mapping[str, Any]] | Decline:
+    if card.format == "gguf":
+        from modelrunner.plugins.gguf_config import gguf_config
+
+        return Offer("gguf", lambda: gguf_config(card), "exact", "GGUF metadata under the Hugging Face names")
+    if not card.config:
+        return Decline(f"the {card.format} card holds no configuration")
+    return Offer(
+        "transformers", lambda: with_defaults(card), "family", "the configuration file, with transformers' defaults when it knows the type"
+    )
+
+
+def with_defaults(card: ModelCard) -> dict[str, Any]:
+    """The card's configuration, with defaults for absent fields where transformers knows the model type.
+
+    Fields of the file always win, under their own names. Defaults for rope are left out when the file speaks of rope in the older spelling.
+    """
+    config = dict(card.config)
+    defaults = transformers_defaults(config)
+    if "rope_theta" in config or "rope_scaling" in config:
+        defaults.pop("rope_parameters", None)
+    merged = {**defaults, **config}
+    merged.setdefault("dtype", config.get("torch_dtype"))
+    return merged
+
+
+def transformers_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What transformers makes of `config`; empty when it does not know the type or refuses it (an unknown model is no error here)."""
+    from transformers import CONFIG_MAPPING
+
+    model_type = config.get("model_type")
+    if model_type not in CONFIG_MAPPING:
+        return {}
+    known = {name: value for name, value in config.items() if name != "model_type"}
+    try:
+        return dict(CONFIG_MAPPING[model_type].from_dict(known).to_dict())
+    except Exception:  # transformers checks more than the model state needs; the state says what it lacks
+        return {}
