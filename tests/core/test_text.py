@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from modelrunner.testing.byte_tokenizer import BOS, EOS, FIRST_BYTE, ByteTokenizer
 from modelrunner.text import MAX_PENDING_TOKENS, REPLACEMENT, Detokenizer, OutputText, StopMatcher, detokenize
 
@@ -88,7 +89,7 @@ def test_no_delta_has_a_mark_when_every_character_is_completed() -> None:
 
 def test_a_byte_fallback_prompt_is_not_repeated() -> None:
     """Its decoder spoils the whole run of bytes that the prompt leaves incomplete, complete characters before it included."""
-    prompt = list("é€".encode()) + [0xE2, 0x82]
+    prompt = [*"é€".encode(), 0xE2, 0x82]
     assert "".join(pieces_of(SPACED, prompt, [0xAC, *"é".encode()])) == "€é"
     assert detokenize(SPACED, prompt, [0xAC, *"é".encode()]) == "€é"
 
@@ -171,7 +172,9 @@ def feed_all(stops: Sequence[str], pieces: Sequence[str], include: bool = False)
 
 
 @pytest.mark.parametrize("include", [False, True])
-@pytest.mark.parametrize("pieces", [list("abc STOP def"), ["ab", "c S", "TO", "P d", "ef"], ["abc STOP def"]], ids=["bytes", "tokens", "one"])
+@pytest.mark.parametrize(
+    "pieces", [list("abc STOP def"), ["ab", "c S", "TO", "P d", "ef"], ["abc STOP def"]], ids=["bytes", "tokens", "one"]
+)
 def test_a_stop_string_is_found_across_borders(pieces: list[str], include: bool) -> None:
     text, stop, _ = feed_all(["STOP"], pieces, include)
     assert (text, stop) == ("abc STOP" if include else "abc ", "STOP")
