@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from importlib import import_module
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import pluggy
 
@@ -24,9 +24,20 @@ from modelrunner.plugin_choice import Asked, Choice, Question
 from modelrunner.plugin_contract import HOOKS, answer_problem, flatten, hook_arguments, hook_problems, implemented
 from modelrunner.plugin_records import Candidate, PluginFailure, PluginInfo, describe_error
 
-__all__ = ["Asked", "Choice", "PluginFailure", "PluginInfo", "PluginManager"]
+__all__ = ["Asked", "Choice", "PluginFailure", "PluginInfo", "PluginManager", "Shared"]
 
 _warned: set[str] = set()
+
+
+@runtime_checkable
+class Shared(Protocol):
+    """Something that plugins write to one after the other, such as the registry of operations."""
+
+    def for_plugin(self, plugin: str) -> Any:
+        """A view whose entries belong to `plugin`."""
+
+    def snapshot(self) -> Callable[[], None]:
+        """Returns a function that puts back what is there now."""
 
 
 class PluginManager:
@@ -188,25 +199,29 @@ class PluginManager:
         self._raise_if_strict(list(map(str, failed)))
         return collected
 
-    def call(self, hook: str, *, snapshot: Callable[[], Callable[[], None]] | None = None, **arguments: Any) -> None:
-        """Call `hook` in every plugin for its effect.
+    def call(self, hook: str, **arguments: Any) -> None:
+        """Call `hook` in every plugin for its effect on `arguments`.
 
-        snapshot: returns a function that puts back the state of now. With it, a failing plugin's half-done work is undone and the plugin is
-        left out with a warning, unless it is built in or one of its offers was chosen. Otherwise a failure raises PluginError.
+        An argument that is `Shared` is handed over as each plugin's own view of it, and what a failing plugin has half done to it is
+        undone; that plugin is then left out with a warning, unless it is built in or one of its offers was chosen. Otherwise a
+        failure raises PluginError.
         """
+        shared = {name: value for name, value in arguments.items() if isinstance(value, Shared)}
         for candidate, function in self._implementations(hook):
-            undo = snapshot() if snapshot is not None else None
+            undo = [value.snapshot() for value in shared.values()]
+            own = {name: value.for_plugin(candidate.name) for name, value in shared.items()}
             error: BaseException | None = None
             try:
-                problem = answer_problem(hook, self._invoke(hook, candidate, function, arguments))
+                problem = answer_problem(hook, self._invoke(hook, candidate, function, {**arguments, **own}))
             except (Exception, SystemExit) as raised:
                 error, problem = raised, describe_error(raised)
             if not problem:
                 continue
             failure = PluginFailure(candidate, hook, problem, error)
-            if undo is None or self._strict or candidate.built_in or candidate.name in self._chosen:
+            if not undo or self._strict or candidate.built_in or candidate.name in self._chosen:
                 raise PluginError(str(failure)) from error
-            undo()
+            for restore in undo:
+                restore()
             self._keep([failure])
         self.warn_failures()
 

@@ -295,34 +295,48 @@ def test_collect_leaves_out_the_failing_and_the_silent() -> None:
     }
 
 
-def half_done(register: list[str], device: object) -> None:
-    register.append("one")
+class Names:
+    """A register of names and their owners."""
+
+    def __init__(self, names: list[tuple[str, str]], owner: str = "") -> None:
+        self.names = names
+        self.owner = owner
+
+    def for_plugin(self, plugin: str) -> Names:
+        return Names(self.names, plugin)
+
+    def snapshot(self) -> Callable[[], None]:
+        before = list(self.names)
+        return lambda: self.names.__setitem__(slice(None), before)
+
+    def op(self, name: str) -> None:
+        self.names.append((self.owner, name))
+
+
+def half_done(register: Names, device: object) -> None:
+    register.op("one")
     raise RuntimeError("no second")
 
 
 def test_call_undoes_half_done_work_and_goes_on() -> None:
-    names: list[str] = []
-
-    def snapshot() -> Callable[[], None]:
-        before = list(names)
-        return lambda: names.__setitem__(slice(None), before)
-
-    manager = load(plugin("a", kernels=lambda register: register.append("a")), plugin("half", kernels=half_done))
+    names = Names([])
+    manager = load(plugin("half", kernels=half_done), plugin("a", kernels=lambda register: register.op("mine")))
     with pytest.warns(PluginWarning, match="no second"):
-        manager.call("kernels", snapshot=snapshot, register=names, device=None)
-    assert names == ["a"]
+        manager.call("kernels", register=names, device=None)
+    assert names.names == [("argument:a", "mine")]
 
 
 def test_call_without_a_way_back_is_fatal() -> None:
-    with pytest.raises(PluginError, match=r"'argument:half'.*hook 'kernels'.*no second"):
-        load(plugin("half", kernels=half_done)).call("kernels", register=[], device=None)
+    manager = load(plugin("half", kernels=lambda register: register.clear()))
+    with pytest.raises(PluginError, match=r"'argument:half'.*hook 'kernels'.*no attribute 'clear'"):
+        manager.call("kernels", register=object(), device=None)
 
 
 def test_call_is_fatal_when_the_plugin_supplies_a_chosen_component() -> None:
     manager = load(plugin("npu", device=lambda settings: Offer("npu", lambda: None), kernels=half_done))
     choose(manager)
     with pytest.raises(PluginError, match="no second"):
-        manager.call("kernels", snapshot=lambda: lambda: None, register=[], device=None)
+        manager.call("kernels", register=Names([]), device=None)
 
 
 def test_strict_makes_a_failing_answer_fatal() -> None:
