@@ -22,6 +22,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from modelrunner.errors import SettingsError
+from modelrunner.resolved import Resolved
 from modelrunner.settings_sources import ALIASES, Layer, LayerSource, explain_validation, field_names, origins, read_layers
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "LinearSettings",
     "ModelSettings",
     "PinSettings",
+    "Resolved",
     "RunnerSettings",
     "SamplerSettings",
     "SchedulerSettings",
