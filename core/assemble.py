@@ -6,7 +6,7 @@ The order is that of `hookspecs.HookSpecs`. Every function here runs once an eng
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -65,7 +65,7 @@ def open_checkpoint(choose: Chooser) -> tuple[CheckpointReader, ModelCard]:
     reader: CheckpointReader = choose("checkpoint_readers", pin=unless_auto(model.load_format), path=path)(path, model.name)
     card = reader.card()
     config = choose("model_config", card=card)
-    return reader, replace(card, config=config)
+    return reader, card.with_config(config)
 
 
 @dataclass(frozen=True)
@@ -98,11 +98,12 @@ def assemble(arguments: Mapping[str, Any], plugins: Sequence[object] = ()) -> As
     device: Device = choose("device", pin=unless_auto(settings.device.name), settings=settings)(settings)
     ops = resolve_ops(manager, device)
     state: ModelState = choose("model_state", card=card, settings=settings)(card, settings)
-    needs = checked_needs(state, card, settings, device)
-    build_module(choose, reader, card, state, needs, device, ops)
+    needs = checked_needs(state, card, settings)
+    dtype = model_dtype(settings, device)
+    build_module(choose, reader, card, state, dtype, device, ops)
     sampler = Sampler(ops, default_stages())
     max_model_len = min(settings.model.max_model_len or needs.max_model_len, needs.max_model_len)
-    cache_dtype = needs.dtype if settings.cache.dtype == "auto" else DTYPES[settings.cache.dtype]
+    cache_dtype = dtype if settings.cache.dtype == "auto" else DTYPES[settings.cache.dtype]
     page_bytes, layouts = page_layout(needs.cache_groups, settings.cache.page_size, cache_dtype.itemsize)
     num_pages = count_pages(settings, device, page_bytes, layouts, max_model_len)
     arena, caches = allocate_caches(layouts, num_pages + 1, page_bytes, cache_dtype, device.torch_device)
@@ -110,8 +111,8 @@ def assemble(arguments: Mapping[str, Any], plugins: Sequence[object] = ()) -> As
     table = RequestTable(columns, settings.scheduler.max_rows, device.torch_device, patch_capacity(settings, layouts, max_model_len))
     backends: dict[str, AttentionBackend] = {}
     for group, cache in ((layout.group, caches[layout.group.name]) for layout in layouts):
-        backends[group.name] = choose("attention_backend", group=group, device=device, settings=settings)(group, cache, ops, needs.dtype)
-    parts = Parts(device, ops, state, needs, sampler, table, layouts, caches, backends)
+        backends[group.name] = choose("attention_backend", group=group, device=device, settings=settings)(group, cache, ops, dtype)
+    parts = Parts(device, ops, state, needs, dtype, sampler, table, layouts, caches, backends)
     runner = Runner(
         parts,
         max_rows=settings.scheduler.max_rows,
@@ -122,7 +123,7 @@ def assemble(arguments: Mapping[str, Any], plugins: Sequence[object] = ()) -> As
     )
     resolved = Resolved(
         model=card.name or str(card.path),
-        dtype=name_of(needs.dtype),
+        dtype=name_of(dtype),
         cache_dtype=name_of(cache_dtype),
         max_model_len=max_model_len,
         num_pages=num_pages,
@@ -150,9 +151,9 @@ def model_dtype(settings: RunnerSettings, device: Device) -> torch.dtype:
     return DTYPES[DEFAULT_DTYPE.get(device.type, "bfloat16") if name == "auto" else name]
 
 
-def checked_needs(state: ModelState, card: ModelCard, settings: RunnerSettings, device: Device) -> Needs:
-    """What the state declares, in the chosen dtype; refuses features that it cannot do and lengths that it cannot hold."""
-    needs = replace(state.declare(card, settings), dtype=model_dtype(settings, device))
+def checked_needs(state: ModelState, card: ModelCard, settings: RunnerSettings) -> Needs:
+    """What the state declares; refuses features that it cannot do and lengths that it cannot hold."""
+    needs = state.declare(card, settings)
     refused = {feature: answer.reason for feature in required_features(settings) if isinstance(answer := state.supports(feature), No)}
     if refused:
         listing = "; ".join(f"{feature}: {reason}" for feature, reason in refused.items())
@@ -166,13 +167,13 @@ def checked_needs(state: ModelState, card: ModelCard, settings: RunnerSettings, 
 
 
 def build_module(
-    choose: Chooser, reader: CheckpointReader, card: ModelCard, state: ModelState, needs: Needs, device: Device, ops: Ops
+    choose: Chooser, reader: CheckpointReader, card: ModelCard, state: ModelState, dtype: torch.dtype, device: Device, ops: Ops
 ) -> None:
     """Build the state's module with the chosen linear scheme and fill it from the checkpoint."""
     settings = choose.settings
     scheme_type = choose("linear_scheme", pin=unless_auto(settings.linear.scheme), card=card, device=device, settings=settings)
-    linear = LinearFactory(scheme_type(ops, needs.dtype, device.torch_device))
-    context = BuildContext(settings=settings, card=card, ops=ops, linear=linear, dtype=needs.dtype, device=device.torch_device)
+    linear = LinearFactory(scheme_type(ops, dtype, device.torch_device))
+    context = BuildContext(settings=settings, card=card, ops=ops, linear=linear, dtype=dtype, device=device.torch_device)
     state.module = state.build(context).eval()
     load_weights(state.module, state.weight_map(card), reader, seed=settings.model.seed)
 

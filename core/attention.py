@@ -67,7 +67,7 @@ class AttentionBackend(ABC):
     capturable: bool = True
 
     def __init__(self, group: FullAttention, cache: torch.Tensor, ops: Ops, dtype: torch.dtype) -> None:
-        """cache: [num_pages, num_layers, tokens_per_page, 2, num_kv_heads, head_dim]; page 0 is the null page, all zeros. dtype: of queries."""
+        """cache: [num_pages, num_layers, tokens_per_page, 2, num_kv_heads, head_dim]; page 0 is the null page, zeros. dtype: of queries."""
         self.group = group
         self.cache = cache
         self.ops = ops

@@ -6,8 +6,8 @@
         for output in engine.step():
             ...
 
-With `scheduler.pipeline_depth` 1 each step is collected before the next is planned: the plain loop. With 2 or more, step N+1 is planned and launched while
-step N runs; the tokens are the same.
+With `scheduler.pipeline_depth` 1 each step is collected before the next is planned: the plain loop. With 2 or more, step N+1 is planned and
+launched while step N runs; the tokens are the same.
 """
 
 from __future__ import annotations

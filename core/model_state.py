@@ -126,7 +126,6 @@ class Needs:
     hidden_size: int
     vocab_size: int
     max_model_len: int
-    dtype: torch.dtype
     columns: tuple[Column, ...] = ()
     buffers: tuple[StaticBuffer, ...] = ()
     tap_points: tuple[str, ...] = ()

@@ -33,6 +33,7 @@ class Parts:
     ops: Ops
     state: ModelState
     needs: Needs
+    dtype: torch.dtype
     sampler: Sampler
     table: RequestTable
     layouts: Sequence[GroupLayout]
@@ -52,7 +53,9 @@ class Runner:
         rows = max([max_rows, *buckets.rows]) + 1
         tokens = max([max_tokens, rows, *buckets.tokens])
         self.packer = PlanPacker(rows, parts.table.max_patch_words)
-        self.buffers = StepBuffers(parts.needs, parts.layouts, rows, tokens, max_model_len, self.packer, self.device.torch_device)
+        self.buffers = StepBuffers(
+            parts.needs, parts.dtype, parts.layouts, rows, tokens, max_model_len, self.packer, self.device.torch_device
+        )
         entries, words = depth + 1, record_words(num_draft=0)
         self.ring = torch.zeros(entries, rows, words, dtype=torch.int32, device=self.device.torch_device)
         self.counter = torch.zeros(1, dtype=torch.int64, device=self.device.torch_device)

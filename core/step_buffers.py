@@ -87,6 +87,7 @@ class StepBuffers:
     def __init__(
         self,
         needs: Needs,
+        dtype: torch.dtype,
         layouts: Sequence[GroupLayout],
         max_rows: int,
         max_tokens: int,
@@ -94,7 +95,7 @@ class StepBuffers:
         packer: PlanPacker,
         device: torch.device,
     ) -> None:
-        """max_rows, max_tokens: of a padded step."""
+        """dtype: of activations. max_rows, max_tokens: of a padded step."""
         self.layouts = layouts
         self.packer = packer
         self.staging = torch.zeros(packer.capacity, dtype=torch.int32, device=device)
@@ -113,7 +114,7 @@ class StepBuffers:
         self.block_tables = {
             g.group.name: torch.zeros(max_rows * -(-max_model_len // g.tokens_per_page), dtype=torch.int32, device=device) for g in layouts
         }
-        self.hidden = torch.zeros(max_tokens, needs.hidden_size, dtype=needs.dtype, device=device)
+        self.hidden = torch.zeros(max_tokens, needs.hidden_size, dtype=dtype, device=device)
         sizes = {"tokens": max_tokens, "rows": max_rows}
         self.extra = {
             b.name: torch.zeros([sizes[s] if isinstance(s, str) else s for s in b.shape], dtype=b.dtype, device=device)

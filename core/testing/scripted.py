@@ -90,7 +90,7 @@ class ScriptedState(ModelState):
     def declare(self, card: ModelCard, settings: RunnerSettings) -> Needs:
         group = FullAttention(name="full", layers=(0,), num_heads=1, num_kv_heads=1, head_dim=1, scale=1.0)
         config = card.config
-        return Needs((group,), 2, config["vocab_size"], config["max_position_embeddings"], torch.float32)
+        return Needs((group,), 2, config["vocab_size"], config["max_position_embeddings"])
 
     def weight_map(self, card: ModelCard) -> WeightMap:
         return WeightMap({})

@@ -17,8 +17,6 @@ from modelrunner.model_states.dense.weights import dense_weight_map
 from modelrunner.settings import RunnerSettings
 from modelrunner.weights import WeightMap
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}  # others: float32, until the core settles `auto`
-
 
 class DenseState(ModelState):
     """A decoder of attention and gated MLPs. Layers with a sliding window form the cache group `sliding`, the others `full`.
@@ -43,7 +41,6 @@ class DenseState(ModelState):
             hidden_size=self.config.hidden_size,
             vocab_size=self.config.vocab_size,
             max_model_len=self.config.rope.max_length,
-            dtype=DTYPES.get(settings.model.dtype, torch.float32),
             tap_points=tuple(f"layer.{layer}" for layer in range(self.config.num_layers + 1)),
         )
 
