@@ -11,11 +11,20 @@ from modelrunner.settings import ALIASES, RunnerSettings
 from modelrunner.settings_sources import fields_of, section_type
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/settings.md"
+HEAD = "| setting | values | default | flat name | |\n| --- | --- | --- | --- | --- |"
+WORDS = {
+    "string": "text",
+    "integer": "whole number",
+    "number": "number",
+    "boolean": "true, false",
+    "null": "none",
+    "array": "list of whole numbers",
+}
 START, END = "<!-- tables start -->", "<!-- tables end -->"
 
 
 def tables() -> str:
-    """One table a section: name, accepted values, default, meaning, flat name."""
+    """One table a section: name, accepted values, default, flat name, meaning."""
     aliases = {path: alias for alias, path in ALIASES.items()}
     schema = RunnerSettings.model_json_schema()
     lines: list[str] = []
@@ -23,11 +32,12 @@ def tables() -> str:
         kind = section_type(info.annotation)
         if kind is None or section == "plugin":
             continue
-        lines += [f"### `{section}`", "", str(kind.__doc__), "", "| setting | values | default | flat name | |", "| --- | --- | --- | --- | --- |"]
+        lines += [f"### `{section}`", "", str(kind.__doc__), "", HEAD]
         properties = schema["$defs"][kind.__name__]["properties"]
         for name, field in fields_of(kind).items():
             alias = aliases.get(f"{section}.{name}")
-            cells = [f"`{section}.{name}`", accepted(properties[name]), f"`{shown(field.default)}`", f"`{alias}`" if alias else "", str(field.description)]
+            flat = f"`{alias}`" if alias else ""
+            cells = [f"`{section}.{name}`", accepted(properties[name]), f"`{shown(field.default)}`", flat, str(field.description)]
             lines.append("| " + " | ".join(cells) + " |")
         lines.append("")
     return "\n".join(lines).rstrip()
@@ -41,11 +51,12 @@ def accepted(schema: dict[str, Any]) -> str:
 def _accepted(schema: dict[str, Any]) -> str:
     if "enum" in schema:
         return ", ".join(str(value) for value in schema["enum"])
-    words = {"string": "text", "integer": "whole number", "number": "number", "boolean": "true, false", "null": "none", "array": "list of whole numbers"}
-    lower = f"{schema['minimum']}" if "minimum" in schema else f"more than {schema['exclusiveMinimum']}" if "exclusiveMinimum" in schema else ""
-    upper = f"{schema['maximum']}" if "maximum" in schema else f"less than {schema['exclusiveMaximum']}" if "exclusiveMaximum" in schema else ""
+    lower = str(schema["minimum"]) if "minimum" in schema else ""
+    upper = str(schema["maximum"]) if "maximum" in schema else ""
+    lower = f"more than {schema['exclusiveMinimum']}" if "exclusiveMinimum" in schema else lower
+    upper = f"less than {schema['exclusiveMaximum']}" if "exclusiveMaximum" in schema else upper
     span = f"{lower} to {upper}" if lower and upper else f"{lower} or more" if lower else ""
-    return " ".join(part for part in (words[schema["type"]], span) if part)
+    return " ".join(part for part in (WORDS[schema["type"]], span) if part)
 
 
 def shown(value: Any) -> str:
