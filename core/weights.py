@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
-from tqdm import tqdm
+from tqdm import tqdm  # type: ignore[import-untyped,unused-ignore]
 
 from modelrunner.checkpoint import CheckpointReader, DummyReader
 from modelrunner.errors import CheckpointError

@@ -69,15 +69,9 @@ def model_config(card: ModelCard) -> Offer[Mapping[str, Any]] | Decline:
 def with_defaults(card: ModelCard) -> dict[str, Any]:
     """The card's configuration, with defaults for absent fields where transformers knows the model type.
 
-    Fields of the file always win, under their own names. Defaults for rope are left out when the file speaks of rope in the older spelling.
+    Fields of the file always win, under their own names; the older spellings of rope and dtype come out in the newer one too.
     """
-    config = dict(card.config)
-    defaults = transformers_defaults(config)
-    if "rope_theta" in config or "rope_scaling" in config:
-        defaults.pop("rope_parameters", None)
-    merged = {**defaults, **config}
-    merged.setdefault("dtype", config.get("torch_dtype"))
-    return merged
+    return {**transformers_defaults(card.config), **card.config}
 
 
 def transformers_defaults(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,122 @@
+"""Logits of the dense module equal those of transformers, for every architecture and variant, from the checkpoint that transformers writes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from modelrunner.checkpoint import SafetensorsReader
+
+IDS = [(7 * i * i + 3 * i + 5) % 97 for i in range(40)]
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 32}
+
+VARIANTS = {
+    "llama": ("llama", {}),
+    "llama, tied, wide heads": ("llama", {"tie_word_embeddings": True, "head_dim": 16}),
+    "llama, biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama, one kv head": ("llama", {"num_key_value_heads": 1}),
+    "llama, llama3 rope": ("llama", {"rope_parameters": LLAMA3}),
+    "llama, linear rope": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 100.0, "factor": 2.5}}),
+    "llama, yarn": ("llama", {"rope_parameters": YARN}),
+    "llama, yarn, attention factor": ("llama", {"rope_parameters": {**YARN, "attention_factor": 1.4}}),
+    "mistral, no window": ("mistral", {"sliding_window": None}),
+    "mistral, window": ("mistral", {"sliding_window": 7, "head_dim": 12}),
+    "qwen2": ("qwen2", {}),
+    "qwen2, tied": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen2, upper layers slide": ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+    "qwen3": ("qwen3", {"head_dim": 16}),
+    "qwen3, biases, layer types": (
+        "qwen3",
+        {
+            "head_dim": 8,
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "qwen3, yarn": ("qwen3", {"head_dim": 16, "rope_parameters": YARN}),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_equals_transformers(variant, make_oracle, save, load):
+    model_type, fields = VARIANTS[variant]
+    model = make_oracle(model_type, **fields)
+    with torch.no_grad():
+        want = model(torch.tensor([IDS])).logits[0]
+    loaded = load(SafetensorsReader(save(model), "tiny"))
+    assert want.std() > 0.5  # a flat answer would prove little
+    torch.testing.assert_close(loaded.logits(IDS), want, rtol=1e-4, atol=1e-4)
+
+
+def test_windows_make_two_cache_groups(make_oracle, save, load):
+    model_type, fields = VARIANTS["qwen3, biases, layer types"]
+    groups = {group.name: group for group in load(SafetensorsReader(save(make_oracle(model_type, **fields)), "tiny")).needs.cache_groups}
+    assert {name: (group.layers, group.window) for name, group in groups.items()} == {"full": ((1,), None), "sliding": ((0, 2), 6)}
+
+
+@pytest.mark.parametrize(
+    "older",
+    [
+        {"rope_theta": 500.0},
+        {"rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 3.0}},
+        {"rope_theta": 500.0, "rope_scaling": {name: value for name, value in LLAMA3.items() if name != "rope_theta"}},
+    ],
+    ids=["theta", "linear", "llama3"],
+)
+def test_older_spelling_of_rope(older, make_oracle, save, load):
+    """Checkpoints written before transformers 5 have `rope_theta` and `rope_scaling`; the numbers are those of the newer spelling."""
+    scaling = dict(older.get("rope_scaling", {}))
+    newer = {"rope_theta": 500.0, "rope_type": scaling.pop("type", scaling.pop("rope_type", "default")), **scaling}
+    model = make_oracle("llama", rope_parameters=newer)
+    folder = save(model)
+    config = json.loads((folder / "config.json").read_text())
+    del config["rope_parameters"]
+    (folder / "config.json").write_text(json.dumps({**config, **older, "torch_dtype": "float32"}))
+    with torch.no_grad():
+        want = model(torch.tensor([IDS])).logits[0]
+    torch.testing.assert_close(load(SafetensorsReader(folder, "tiny")).logits(IDS), want, rtol=1e-4, atol=1e-4)
+
+
+def test_taps_see_and_change_the_residual_stream(make_oracle, save, load):
+    """`layer.i` is what transformers calls hidden state i; what a tap returns is what the following layers see."""
+    model = make_oracle("llama")
+    loaded = load(SafetensorsReader(save(model), "tiny"))
+    seen: dict[str, torch.Tensor] = {}
+
+    def look(name, hidden):
+        seen[name] = hidden.clone()
+        return hidden
+
+    plain = loaded.logits(IDS, look)
+    with torch.no_grad():
+        want = model(torch.tensor([IDS]), output_hidden_states=True).hidden_states
+    assert tuple(seen) == loaded.needs.tap_points
+    for layer in range(3):
+        torch.testing.assert_close(seen[f"layer.{layer}"], want[layer][0], rtol=1e-4, atol=1e-4)
+    unchanged = loaded.logits(IDS, lambda name, hidden: hidden.clone())
+    torch.testing.assert_close(unchanged, plain)
+    last = loaded.logits(IDS, lambda name, hidden: torch.ones_like(hidden) if name == "layer.3" else hidden)
+    torch.testing.assert_close(last, last[:1].expand_as(last))  # every token's stream was replaced by the same
+
+
+def test_int8_tied_and_untied_are_near_plain(make_oracle, save, load):
+    for tied in (True, False):
+        folder = save(make_oracle("llama", hidden_size=64, intermediate_size=96, tie_word_embeddings=tied))
+        plain = load(SafetensorsReader(folder, "tiny")).logits(IDS)
+        quantised = load(SafetensorsReader(folder, "tiny"), scheme="int8")
+        error = (quantised.logits(IDS) - plain).norm() / plain.norm()
+        assert 1e-4 < error < 0.05
+        assert {parameter.dtype for name, parameter in quantised.state.module.named_buffers() if name.endswith("qweight")} == {torch.int8}
