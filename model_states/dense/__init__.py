@@ -22,7 +22,7 @@ def model_state(card: ModelCard) -> Offer[type[ModelState]] | Decline:
 
     architecture = architecture_of(card)
     if architecture not in ARCHITECTURES:
-        return Decline(f"architecture {architecture or 'not named'}; dense runs {', '.join(ARCHITECTURES)}")
+        return Decline(f"architecture {architecture or 'not named'} is not of the dense family", accepts=ARCHITECTURES)
     try:
         dense_config(card)
     except ValueError as error:

@@ -104,7 +104,8 @@ class Report:
             choice: Choice[Any] | None = choose(question)
         except ModelRunnerError as error:
             self.unanswered.append(hook)
-            choice, outcome = None, f"  no winner: {str(error).splitlines()[0]}"
+            gist = [line for line in str(error).splitlines() if not line.startswith("  ")]  # the answers are listed above
+            choice, outcome = None, f"  no winner: {' '.join(gist)}"
         else:
             assert choice is not None
             outcome = f"  winner: {choice.offer.name} of {choice.plugin}"
@@ -123,7 +124,8 @@ def _said(asked: Asked) -> Iterator[str]:
         yield f"  {asked.plugin} gave no answer"
     for answer in asked.answers:
         if isinstance(answer, Decline):
-            yield f"  {asked.plugin} declined: {answer.reason}"
+            accepts = f" (accepts {', '.join(answer.accepts)})" if answer.accepts else ""
+            yield f"  {asked.plugin} declined: {answer.reason}{accepts}"
         else:
             beats = f", replaces {', '.join(sorted(answer.replaces))}" if answer.replaces else ""
             yield f"  {asked.plugin} offers {answer.name} ({answer.fit}{beats})" + (f": {answer.reason}" if answer.reason else "")

@@ -1,0 +1,67 @@
+"""`modelrunner explain`: every question of an engine start, every answer, and the winner."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+from modelrunner.hookspecs import hookimpl
+from modelrunner.offers import Offer
+from modelrunner.plugin_manager import PluginManager
+from modelrunner.plugins.commands import explain
+from modelrunner.testing import ByteTokenizerPlugin, tiny_dense
+
+HOOKS = ["model_source", "checkpoint_readers", "model_config", "tokenizer", "model_state", "device", "linear_scheme", "attention_backend"]
+
+
+def run(capsys: pytest.CaptureFixture[str], model: Path, *plugins: object, **settings: str) -> tuple[int, str]:
+    code = explain.run(Namespace(model=str(model), settings=settings), PluginManager.load([ByteTokenizerPlugin(), *plugins], {}))
+    return code, capsys.readouterr().out
+
+
+def test_every_question_has_a_winner_for_a_model_that_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out = run(capsys, tiny_dense(), device="cpu")
+    assert code == 0
+    assert [line.split(" for ")[0] for line in out.splitlines() if " for " in line and not line.startswith(" ")] == HOOKS
+    assert "winner: dense of modelrunner:dense" in out
+    assert "device for this engine, pinned to 'cpu'" in out
+    assert out.count("winner: ") == len(HOOKS)
+
+
+def test_who_loses_and_why_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    class Rival:
+        @hookimpl
+        def model_state(self, card: object) -> Offer[object]:
+            return Offer("rival", lambda: None, reason="always there")
+
+        @hookimpl
+        def device(self) -> None:
+            raise RuntimeError("no driver")
+
+    code, out = run(capsys, tiny_dense(), Rival(), device="cpu")
+    assert code == 1
+    assert "Rival offers rival (exact): always there" in out
+    assert "no winner: Equally good offers (exact)" in out
+    assert "pin.model_state=" in out
+    assert "Rival failed: RuntimeError: no driver" in out
+    assert "winner: cpu of modelrunner:devices" in out
+
+
+def test_an_unknown_architecture_is_told_near_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(tiny_dense(), tmp_path / "m")
+    config = json.loads((tmp_path / "m" / "config.json").read_text())
+    (tmp_path / "m" / "config.json").write_text(json.dumps(config | {"architectures": ["LamaForCausalLM"], "model_type": "lama"}))
+    code, out = run(capsys, tmp_path / "m", device="cpu")
+    assert code == 1
+    assert "No plugin offers a model_state for architectures ['LamaForCausalLM']" in out
+    assert "Near names: LlamaForCausalLM" in out
+
+
+def test_a_model_that_is_nowhere_stops_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out = run(capsys, tmp_path / "nothing")
+    assert code == 1
+    assert "model_state for" not in out
