@@ -1,0 +1,156 @@
+"""`modelrunner generate`: what is printed, and what a wrong call says."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import modelrunner.llm
+from modelrunner import cli
+from modelrunner.checkpoint import ModelCard
+from modelrunner.request import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams
+
+
+class FakeLLM:
+    """Answers with the prompt in capitals. The last call's arguments stay in `calls`."""
+
+    calls: list[Any] = []  # noqa: RUF012
+    generation: dict[str, Any] = {}  # noqa: RUF012
+    reason = "length"
+
+    def __init__(self, model: str = "", *, plugins: Any = (), **settings: Any) -> None:
+        self.card = ModelCard("m", Path("m"), "dummy", ("X",), "x", generation=self.generation)
+        self.calls[:] = [(model, list(plugins), settings)]
+
+    def __enter__(self) -> FakeLLM:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def generate(self, prompts: list[str], params: SamplingParams) -> list[RequestOutput]:
+        self.calls.append(("generate", prompts, params))
+        return [self.answer(prompt) for prompt in prompts]
+
+    def chat(self, messages: list[list[dict[str, str]]], params: SamplingParams) -> list[RequestOutput]:
+        self.calls.append(("chat", messages, params))
+        return [self.answer(conversation[0]["content"]) for conversation in messages]
+
+    def answer(self, prompt: str) -> RequestOutput:
+        choice = CompletionOutput(0, prompt.upper(), [4, 5], self.reason)
+        return RequestOutput("0", prompt, [1, 2], [choice], True, RequestMetrics(0.0))
+
+
+@pytest.fixture(autouse=True)
+def _fake_llm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(modelrunner.llm, "LLM", FakeLLM)
+    monkeypatch.setattr(FakeLLM, "generation", {})
+    FakeLLM.calls.clear()
+
+
+def run(*arguments: str) -> int:
+    return cli.main(["generate", *arguments])
+
+
+def test_one_prompt_prints_its_completion(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--model", "some/dir", "--prompt", "abc") == 0
+    assert capsys.readouterr().out == "ABC\n"
+    assert FakeLLM.calls == [("some/dir", [], {}), ("generate", ["abc"], SamplingParams(max_tokens=64))]
+
+
+def test_several_prompts_are_labelled_and_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "p.txt").write_text("from file\nline two\n")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("é\r\n".encode())))
+    assert run("--prompt", "a", "--prompt-file", str(tmp_path / "p.txt"), "--prompt-file", "-", "--prompt", "z") == 0
+    assert FakeLLM.calls[1][1] == ["a", "from file\nline two", "é", "z"]
+    assert capsys.readouterr().out.startswith("==> a <==\nA\n\n==> from file\nline two <==\n")
+
+
+def test_json_is_one_object_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--prompt", "é", "--prompt", "b\nc", "--json") == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert lines == [{"prompt_token_ids": [1, 2], "token_ids": [4, 5], "text": text, "finish_reason": "length"} for text in ("É", "B\nC")]
+
+
+def test_sampling_options_and_settings_go_their_ways() -> None:
+    options = ["--max-tokens", "5", "--temperature", "0.5", "--top-p", "0.9", "--top-k", "7", "--min-p", "0.1", "--seed", "3"]
+    options += ["--stop", "x", "--stop", "y", "--ignore-eos"]
+        "--max-tokens",
+        "5",
+        "--temperature",
+        "0.5",
+        "--top-p",
+        "0.9",
+        "--top-k",
+        "7",
+        "--min-p",
+        "0.1",
+        "--seed",
+        "3",
+        "--stop",
+        "x",
+        "--stop",
+        "y",
+        "--ignore-eos",
+    ]
+    assert run("--prompt", "a", *options, "--cache.page_size", "32", "--max-model-len=128", "--enforce-eager") == 0
+    [(model, plugins, settings), (_, _, params)] = FakeLLM.calls
+    assert (model, plugins) == ("", [])
+    assert settings == {"cache.page_size": "32", "max_model_len": "128", "enforce_eager": True}
+    assert params == SamplingParams(
+        max_tokens=5, temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, seed=3, stop=["x", "y"], ignore_eos=True
+    )  # fmt: skip
+
+
+def test_the_checkpoints_defaults_stand_behind_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeLLM, "generation", {"temperature": 0.6, "top_k": 20})
+    run("--prompt", "a", "--temperature", "0")
+    assert FakeLLM.calls[1][2] == SamplingParams(max_tokens=64, temperature=0, top_k=20)
+
+
+def test_chat_makes_a_conversation_of_each_prompt() -> None:
+    assert run("--prompt", "a", "--prompt", "b", "--chat") == 0
+    assert FakeLLM.calls[1][:2] == ("chat", [[{"role": "user", "content": "a"}], [{"role": "user", "content": "b"}]])
+
+
+def test_plugin_modules_reach_the_engine() -> None:
+    assert cli.main(["-p", "modelrunner.plugins.tokenizers", "generate", "--prompt", "a"]) == 0
+    assert FakeLLM.calls[0][1] == ["modelrunner.plugins.tokenizers"]
+
+
+WRONG = [
+    ([], "no prompt: give --prompt TEXT or --prompt-file FILE"),
+    (["--prompt", "a", "--temperature", "nan"], "temperature: got a number that is not finite"),
+    (["--prompt", "a", "--temperature", "-1"], "temperature: got -1.0"),
+    (["--prompt", "a", "--max-tokens", "0"], "max_tokens: got 0"),
+    (["--prompt", "a", "--max-tokens", "x"], "invalid int value: 'x'"),
+    (["--prompt", "a", "--stop", ""], "stop: got"),
+    (["--prompt-file", "/no/such/file"], "/no/such/file: No such file or directory"),
+    (["--prompt", "a", "--temprature", "1"], "--temprature"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), WRONG, ids=[" ".join(arguments) or "nothing" for arguments, _ in WRONG])
+def test_a_wrong_call_ends_with_2_before_a_model_is_loaded(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*arguments) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert printed.out == ""
+    assert FakeLLM.calls == []
+
+
+def test_a_file_that_is_not_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "p").write_bytes(b"ab\xff")
+    assert run("--prompt-file", str(tmp_path / "p")) == 2
+    assert "not UTF-8 text (byte 2)" in capsys.readouterr().err
+
+
+def test_an_output_that_ended_in_an_error_shows_in_the_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeLLM, "reason", "error")
+    assert run("--prompt", "a") == 1
