@@ -131,7 +131,8 @@ class Registry:
     def _add(self, entry: _Entry) -> None:
         if not entry.name.isidentifier() or entry.name.startswith("_") or hasattr(Ops, entry.name):
             raise PluginError(
-                f"plugin {self.plugin!r} registers operation {entry.name!r}; a name must be a free Python identifier without leading underscore"
+                f"plugin {self.plugin!r} registers operation {entry.name!r}; "
+                "a name must be a Python identifier without leading underscore and none of the Ops class's own"
             )
         other = self._entries.get(entry.name)
         if other is not None:
