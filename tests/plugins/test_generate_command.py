@@ -81,24 +81,6 @@ def test_json_is_one_object_a_line(capsys: pytest.CaptureFixture[str]) -> None:
 def test_sampling_options_and_settings_go_their_ways() -> None:
     options = ["--max-tokens", "5", "--temperature", "0.5", "--top-p", "0.9", "--top-k", "7", "--min-p", "0.1", "--seed", "3"]
     options += ["--stop", "x", "--stop", "y", "--ignore-eos"]
-        "--max-tokens",
-        "5",
-        "--temperature",
-        "0.5",
-        "--top-p",
-        "0.9",
-        "--top-k",
-        "7",
-        "--min-p",
-        "0.1",
-        "--seed",
-        "3",
-        "--stop",
-        "x",
-        "--stop",
-        "y",
-        "--ignore-eos",
-    ]
     assert run("--prompt", "a", *options, "--cache.page_size", "32", "--max-model-len=128", "--enforce-eager") == 0
     [(model, plugins, settings), (_, _, params)] = FakeLLM.calls
     assert (model, plugins) == ("", [])
