@@ -15,7 +15,7 @@ from modelrunner.errors import SettingsError
 if TYPE_CHECKING:
     from modelrunner.cli import Command
     from modelrunner.plugin_manager import PluginManager
-    from modelrunner.settings import RunnerSettings, Section
+    from modelrunner.settings import RunnerSettings
 
 
 def command() -> Command:
@@ -61,15 +61,15 @@ def settings_toml(settings: RunnerSettings, origins: Mapping[str, str]) -> Itera
         yield from _table(getattr(settings, name), (name,), origins)
 
 
-def _table(section: Section, path: Sequence[str], origins: Mapping[str, str]) -> Iterator[str]:
+def _table(section: BaseModel, path: Sequence[str], origins: Mapping[str, str]) -> Iterator[str]:
     from modelrunner.settings_sources import field_names
 
-    inner: list[tuple[str, Section]] = []
+    inner: list[tuple[str, BaseModel]] = []
     lines: list[str] = []
     for name, attribute in field_names(type(section)).items():
         value = getattr(section, attribute)
         if isinstance(value, BaseModel):
-            inner.append((name, value))  # type: ignore[arg-type]
+            inner.append((name, value))
             continue
         source = origins.get(".".join([*path, name]), "default")
         lines.append(f"# {name} = none  # {source}" if value is None else f"{name} = {toml_value(value)}  # {source}")
