@@ -93,8 +93,11 @@ class Runner:
         self.device.release(self.results[ticket.entry])
         self.device.release(self.plans[ticket.entry])
         if self.device.poison:
-            self.device.launch(lambda: self.ring[ticket.entry].fill_(POISON) and None)
+            self.device.launch(lambda: self._poison(ticket.entry))
         return Outcome(ticket.plan, records)
+
+    def _poison(self, entry: int) -> None:
+        self.ring[entry].fill_(POISON)
 
     def _step(
         self, plan: Plan, shape: Shape, batch: Batch, attention: Mapping[str, BoundAttention], staged: PinnedBuffer, words: int
