@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import secrets
 import time
+import warnings
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -47,6 +48,7 @@ class Engine:
         self.tokenizer: Tokenizer | None = self.assembly.tokenizer
         self.runner = self.assembly.runner
         self.scheduler = self._scheduler(self.assembly)
+        self._warn_of_small_cache()
         self.outputs = OutputProcessor(self.tokenizer, self.scheduler)
         self.tickets: deque[Ticket] = deque()
         self.requests: dict[str, Request] = {}
@@ -71,6 +73,15 @@ class Engine:
             seats=parts.table.seats,
             depth=scheduler.pipeline_depth,
         )
+
+    def _warn_of_small_cache(self) -> None:
+        holds, wanted = self.scheduler.max_tokens, self.assembly.resolved.max_model_len
+        if holds < wanted:
+            warnings.warn(
+                f"the cache of {self.assembly.resolved.num_pages} pages holds {holds} tokens of one request, less than max_model_len "
+                f"({wanted}); longer requests are refused. Enlarge the cache, or set max_model_len={holds}",
+                stacklevel=3,
+            )
 
     def _admit(self, row: int, request: Request, resumed: bool) -> Mapping[str, Any]:
         state = self.assembly.state
@@ -111,6 +122,7 @@ class Engine:
             seed=secrets.randbits(63),
             now=time.monotonic(),
         )
+        self.assembly.sampler.check(request, self.settings)
         request.features = int(self.assembly.sampler.features(request.params))
         self.scheduler.add(request)
         self.requests[request_id] = request

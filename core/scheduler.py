@@ -183,6 +183,11 @@ class Scheduler:
         return self.rows.token_log
 
     @property
+    def max_tokens(self) -> int:
+        """Longest request, prompt and output in tokens, that the cache can hold."""
+        return self.admission.max_tokens()
+
+    @property
     def num_waiting(self) -> int:
         return len(self.admission.queue)
 
