@@ -168,7 +168,7 @@ class GGUFReader(CheckpointReader):
 
     @cached_property
     def file(self) -> GGUFFile:
-        if self.path.is_file():
+        if not self.path.is_dir():
             return GGUFFile(self.path)
         found = sorted(self.path.glob("*.gguf"))
         if len(found) != 1:

@@ -125,19 +125,17 @@ def load_tensors(
     hidden = None if progress is None else not progress  # None: tqdm asks whether it writes to a terminal
     with tqdm(total=len(weight_map.names), desc="Loading weights", unit="tensor", disable=hidden) as bar:
         for name, tensor in tensors:
-            targets = weight_map.names.get(name)
-            if targets is None:
-                if not weight_map.ignores(name):
-                    unexpected.append(name)
-                continue
             missing.discard(name)
-            for target in targets:
+            if name not in weight_map.names and not weight_map.ignores(name):
+                unexpected.append(name)
+            for target in weight_map.names.get(name, ()):
                 unfilled.discard((target.path, target.part, target.kind))
                 try:
                     store(module, target, tensor)
                 except (ValueError, RuntimeError, AttributeError) as error:
                     misfits.append(f"{name} -> {target.path}: {error}")
-            bar.update()
+            del tensor  # before the next one is read
+            bar.update(name in weight_map.names)
     problems = [("missing", sorted(missing)), ("not expected", unexpected), ("that do not fit", misfits)]
     if not any(found for _, found in problems):  # a missing tensor leaves its parameters unfilled too: say it once
         problems = [("lacking, for these parameters", sorted(f"{path} ({kind}, part {part})" for path, part, kind in unfilled))]
@@ -184,7 +182,7 @@ def tied_noise(module: nn.Module, tied: torch.Tensor, seed: int) -> torch.Tensor
 
 def noise(shape: tuple[int, ...], device: torch.device, seed: int, path: str, part: int, kind: str) -> torch.Tensor:
     """Seeded float32 noise of one slot."""
-    generator = torch.Generator(device=device).manual_seed((seed << 32 | zlib.crc32(f"{path}:{part}:{kind}".encode())) % 2**63)
+    generator = torch.Generator(device=device).manual_seed(zlib.crc32(f"{seed}:{path}:{part}:{kind}".encode()))  # the CPU's takes 32 bits
     values = torch.randn(shape, generator=generator, device=device)
     if len(shape) > 1:
         return values.mul_(shape[-1] ** -0.5)

@@ -1,4 +1,4 @@
-"""Logits of the dense module equal those of transformers, for every architecture and variant, from the checkpoint that transformers writes."""
+"""Logits of the dense module equal those of transformers: every architecture and variant, from checkpoints that transformers wrote."""
 
 from __future__ import annotations
 

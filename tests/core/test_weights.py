@@ -1,0 +1,131 @@
+"""Loading weights: in place, once or again, and one message for everything that does not fit."""
+
+from __future__ import annotations
+
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from modelrunner.errors import CheckpointError
+from modelrunner.linear import LinearFactory, PlainScheme
+from modelrunner.weights import Target, WeightMap, fill_dummy, load_tensors, slots
+
+OPS = SimpleNamespace(matmul=torch.nn.functional.linear)
+
+
+class Small(nn.Module):
+    """Five slots: an embedding, a fused linear of two parts with bias, and a tied head."""
+
+    def __init__(self, tie: bool = True) -> None:
+        super().__init__()
+        linear = LinearFactory(PlainScheme(OPS, torch.float32, torch.device("cpu")))
+        self.embed = nn.Parameter(torch.full((5, 3), torch.nan))
+        self.fused = linear(3, (2, 4), bias=True)
+        self.head = linear(3, 5, tied=self.embed if tie else None)
+        self.register_buffer("table", torch.zeros(3))
+
+
+MAP = WeightMap(
+    names={
+        "embed": (Target("embed", kind="parameter"), Target("head")),
+        "a": (Target("fused", 0),),
+        "b": (Target("fused", 1, transform=lambda tensor: tensor.flip(0)),),
+        "a.bias": (Target("fused", 0, "bias"),),
+        "b.bias": (Target("fused", 1, "bias"),),
+        "table": (Target("table", kind="parameter"),),
+    },
+    ignored=("rotary.*", "step"),
+    optional=frozenset({"table"}),
+)
+
+
+def tensors(**changes):
+    shapes = {"embed": (5, 3), "a": (2, 3), "b": (4, 3), "a.bias": (2,), "b.bias": (4,)}
+    found = {name: torch.randn(shape) for name, shape in shapes.items()} | changes
+    return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+
+def test_fused_tied_transformed():
+    module, given = Small(), tensors(**{"rotary.inv": torch.zeros(1), "step": torch.zeros(1)})
+    load_tensors(module, MAP, given.items(), progress=False)
+    x = torch.randn(2, 3)
+    want = torch.cat((x @ given["a"].T + given["a.bias"], x @ given["b"].flip(0).T + given["b.bias"]), -1)
+    torch.testing.assert_close(module.fused(x), want)
+    torch.testing.assert_close(module.head(x), x @ given["embed"].T)
+    assert module.head.weight is module.embed
+
+
+def test_loading_again_keeps_the_memory():
+    module = Small()
+    load_tensors(module, MAP, tensors().items(), progress=False)
+    before = {name: tensor.data_ptr() for name, tensor in module.state_dict().items()}
+    newer = tensors(table=torch.ones(3))
+    load_tensors(module, MAP, newer.items(), progress=False)
+    assert {name: tensor.data_ptr() for name, tensor in module.state_dict().items()} == before
+    assert torch.equal(module.embed, newer["embed"])
+    assert torch.equal(module.table, torch.ones(3))
+
+
+def test_tensors_are_taken_one_at_a_time():
+    """A tensor is released before the next is asked for, so that a model larger than memory's rest can load."""
+    given = []
+
+    def fresh(tensor):
+        assert all(earlier() is None for earlier in given)
+        copy = tensor.clone()
+        given.append(weakref.ref(copy))
+        return copy
+
+    load_tensors(Small(), MAP, ((name, fresh(tensor)) for name, tensor in tensors().items()), progress=False)
+    assert len(given) == 5
+
+
+def test_everything_wrong_is_in_one_message():
+    wrong = tensors(a=None, b=torch.zeros(3, 3), **{f"extra{i:02}": torch.zeros(1) for i in range(12)})
+    with pytest.raises(CheckpointError) as error:
+        load_tensors(Small(), MAP, wrong.items(), progress=False, source="model.gguf")
+    message = str(error.value)
+    assert "model.gguf does not fit" in message
+    assert "1 tensors missing: a." in message
+    assert "12 tensors not expected: extra00" in message
+    assert "extra09 and 2 more" in message
+    assert "extra10" not in message
+    assert "b -> fused: weight of part 1 has shape (3, 3); (4, 3) is needed" in message
+
+
+def test_parameters_that_nobody_fills():
+    module = Small()
+    short = WeightMap({name: MAP.names[name] for name in ("embed", "a", "b", "a.bias")})
+    with pytest.raises(CheckpointError, match=r"lacking, for these parameters: fused \(bias, part 1\)"):
+        load_tensors(module, short, tensors(**{"b.bias": None}).items(), progress=False)
+
+
+def test_bias_that_the_layer_lacks():
+    mapping = WeightMap({**MAP.names, "head.bias": (Target("head", 0, "bias"),)})
+    with pytest.raises(CheckpointError, match=r"head\.bias -> head: part 0 has a bias in the checkpoint, but the layer has none"):
+        load_tensors(Small(), mapping, tensors(**{"head.bias": torch.zeros(5)}).items(), progress=False)
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_dummy_is_seeded_and_complete(tie):
+    modules = [Small(tie) for _ in range(3)]
+    for module, seed in zip(modules, (1, 1, 2), strict=True):
+        fill_dummy(module, seed)
+    first, same, other = (module.state_dict() for module in modules)
+    filled = [name for name in first if name != "table"]
+    assert len(slots(modules[0])) == 6
+    for name in filled:
+        assert torch.isfinite(first[name]).all()
+        assert torch.equal(first[name], same[name])
+        assert not torch.equal(first[name], other[name])
+    assert torch.equal(first["head.weight"], first["embed"]) is tie
+
+
+def test_progress_is_quiet_without_a_terminal(capfd):
+    load_tensors(Small(), MAP, tensors().items())
+    assert capfd.readouterr().err == ""
+    load_tensors(Small(), MAP, tensors().items(), progress=True)
+    assert "Loading weights" in capfd.readouterr().err
