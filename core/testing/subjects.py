@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -61,16 +62,20 @@ class Subject:
     plugins: Sequence[object] = field(default=(), compare=False, hash=False)
 
     def engine(self, **short: Any) -> Engine:
-        """An engine on the model. short: see `options`."""
+        """An engine on the model. short: see `options`. Tests make caches small on purpose: the warning that they are is left out."""
         from modelrunner.engine import Engine
 
-        return Engine({"model": {"name": self.model}} | options(**short), plugins=self.plugins)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*max_model_len.*")
+            return Engine({"model": {"name": self.model}} | options(**short), plugins=self.plugins)
 
     def llm(self, **short: Any) -> LLM:
         """The same behind an `LLM`."""
         from modelrunner.llm import LLM
 
-        return LLM(self.model, plugins=self.plugins, **options(**short))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*max_model_len.*")
+            return LLM(self.model, plugins=self.plugins, **options(**short))
 
 
 @lru_cache(maxsize=8)

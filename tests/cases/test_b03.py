@@ -27,7 +27,7 @@ def queued(driver: Driver, probe: EngineProbe, act: Callable[[], None]) -> None:
 
 def planned(driver: Driver, probe: EngineProbe, act: Callable[[], None]) -> None:
     probe.once("planned", act, lambda plan: probe.names("a", plan))
-    driver.step()
+    driver.step_until(lambda: not probe.pending)
 
 
 def first_chunk(driver: Driver, probe: EngineProbe, act: Callable[[], None]) -> None:
