@@ -105,8 +105,6 @@ class Engine:
         earlier under the `priority` policy. deadline: seconds from now after which it ends with finish reason `timeout`.
         """
         self._check_alive()
-        if request_id in self.requests:
-            raise RequestError(f"request id {request_id!r} is in use by an unfinished request; choose another")
         request = make_request(
             request_id,
             prompt,
@@ -115,7 +113,6 @@ class Engine:
             tokenizer=self.tokenizer,
             vocab_size=self.assembly.needs.vocab_size,
             max_model_len=self.assembly.resolved.max_model_len,
-            settings=self.settings,
             priority=priority,
             deadline=deadline,
             cache_salt=cache_salt,

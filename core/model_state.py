@@ -1,8 +1,8 @@
 """The ModelState contract: all that the core asks about a model family.
 
-A family subclasses `ModelState`. Methods marked H run on the host, outside the step. Methods marked D enqueue device work, may be
-captured into a graph, and therefore never synchronise: no `.item()`, `.tolist()`, `.cpu()`, no branch on a tensor's value, no allocation whose
-size depends on data. R marks the required ones; every other method has a default that fits a plain decoder.
+A family subclasses `ModelState`. Methods marked H run on the host, outside the step. Methods marked D enqueue device work, may be captured
+into a graph, and therefore never synchronise: no `.item()`, `.tolist()`, `.cpu()`, no branch on a tensor's value, no allocation whose size
+depends on data. R marks the required ones; every other method has a default that fits a plain decoder.
 
 Dimension letters: T tokens of the step, N rows of the step, H hidden size, V vocabulary size.
 """

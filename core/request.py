@@ -12,7 +12,6 @@ from modelrunner.sampling_params import OutputKind, SamplingParams, as_float, as
 
 if TYPE_CHECKING:
     from modelrunner.checkpoint import ModelCard
-    from modelrunner.settings import RunnerSettings
     from modelrunner.text import Tokenizer
 
 __all__ = [
@@ -110,7 +109,6 @@ class Request:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     extra: dict[str, Any] = field(default_factory=dict)
-    columns: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -139,7 +137,6 @@ def make_request(
     tokenizer: Tokenizer | None,
     vocab_size: int,
     max_model_len: int,
-    settings: RunnerSettings,
     seed: int,
     now: float,
     priority: int = 0,
@@ -177,7 +174,7 @@ def make_request(
         deadline=_checked_deadline(deadline, now),
         cache_salt=_checked_salt(cache_salt if salt is None else salt),
     )
-    _check_stops(request, tokenizer, vocab_size, settings.sampler.max_stop_token_ids)
+    _check_stops(request, tokenizer, vocab_size)
     return request
 
 
@@ -242,19 +239,13 @@ def _check_ids(ids: Sequence[int], vocab_size: int, max_model_len: int) -> None:
         raise RequestError(f"prompt token ids: got {shown(ids[place])} at position {place}; accepted: 0 to {vocab_size - 1}")
 
 
-def _check_stops(request: Request, tokenizer: Tokenizer | None, vocab_size: int, most: int) -> None:
+def _check_stops(request: Request, tokenizer: Tokenizer | None, vocab_size: int) -> None:
     params = request.params
     if params.stop and tokenizer is None:
         raise RequestError("stop: stop strings need text, and there is no tokenizer (skip_tokenizer_init=True); accepted: stop_token_ids")
     for item in params.stop_token_ids:
         if item >= vocab_size:
             raise RequestError(f"stop_token_ids: got {shown(item)}; accepted: 0 to {vocab_size - 1}")
-    total = len(request.stop_ids)
-    if total > most:
-        raise RequestError(
-            f"stop_token_ids: got {len(params.stop_token_ids)} ids, {total} with the end-of-sequence ids; accepted: "
-            f"at most {most} (setting sampler.max_stop_token_ids)"
-        )
 
 
 def _checked_salt(salt: object) -> str | None:

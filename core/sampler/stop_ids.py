@@ -29,21 +29,12 @@ class StopIds(Stage):
         return (Column("stop_ids", torch.int32, width, PADDING, seats=settings.scheduler.max_rows if seats is None else seats),)
 
     def check(self, request: Request, settings: RunnerSettings) -> None:
-        found, limit = stop_ids(request).size, settings.sampler.max_stop_token_ids
+        found, limit = len(request.stop_ids), settings.sampler.max_stop_token_ids
         if found > limit:
             raise RequestError(
-                f"stop_token_ids: {found} ids (end-of-sequence ids included) were given; at most {limit} are accepted "
+                f"stop_token_ids: got {found} ids, end-of-sequence ids included; accepted: at most {limit} "
                 "(setting sampler.max_stop_token_ids)"
             )
 
     def row_values(self, request: Request) -> Mapping[str, Int32Array]:
-        ids = stop_ids(request)
-        return {"stop_ids": ids} if ids.size else {}
-
-
-def stop_ids(request: Request) -> Int32Array:
-    """The distinct token ids that end the request, ascending."""
-    ids = set(request.params.stop_token_ids)
-    if not request.params.ignore_eos:
-        ids.update(request.eos_token_ids)
-    return np.array(sorted(ids), dtype=np.int32)
+        return {"stop_ids": np.array(request.stop_ids, np.int32)} if request.stop_ids else {}

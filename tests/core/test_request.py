@@ -14,13 +14,11 @@ import pytest
 from modelrunner.checkpoint import ModelCard
 from modelrunner.errors import CheckpointError, RequestError
 from modelrunner.request import OutputKind, Request, SamplingParams, default_params, make_request, merged_eos
-from modelrunner.settings import load_settings
 from modelrunner.testing.byte_tokenizer import BOS, EOS, ByteTokenizer
 
 VOCAB = 331
 CONTEXT = 32
 TOKENIZER = ByteTokenizer(VOCAB)
-SETTINGS = load_settings({}, environ={})
 
 
 def card(**fields: Any) -> ModelCard:
@@ -33,7 +31,6 @@ def make(prompt: Any, params: SamplingParams | None = None, **options: Any) -> R
         "tokenizer": TOKENIZER,
         "vocab_size": VOCAB,
         "max_model_len": CONTEXT,
-        "settings": SETTINGS,
         "seed": 7,
         "now": 100.0,
     }
