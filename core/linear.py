@@ -136,7 +136,7 @@ class Int8Scheme(LinearScheme):
     """
 
     name = "int8"
-    PACKED_ROWS = 8
+    PACKED_ROWS = 16
 
     def create(self, layer: Linear) -> None:
         shape = (layer.out_features, layer.in_features)
