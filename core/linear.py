@@ -132,7 +132,8 @@ class Int8Scheme(LinearScheme):
     Buffers `qweight` [out, in] int8 and `scale` [out] float32. A tied layer keeps its own 8-bit copy.
 
     On the CPU, up to PACKED_ROWS rows run in torch's weight-only kernel, which reads a quarter of float32's bytes and takes bfloat16
-    (results carry 8 bits). More rows run as `int8_matmul`, where widening the weights costs less than that kernel's row-by-row work.
+    (results carry 8 bits). More rows run as `int8_matmul`, where widening the weights costs less than that kernel's row-by-row work; so
+    a row's result in a large batch differs from its result alone by bfloat16's rounding.
     """
 
     name = "int8"

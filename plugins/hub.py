@@ -78,7 +78,7 @@ def transformers_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
     """What transformers makes of `config`; empty when it does not know the type or refuses it (an unknown model is no error here)."""
     from transformers import CONFIG_MAPPING
 
-    model_type = config.get("model_type")
+    model_type = str(config.get("model_type"))
     if model_type not in CONFIG_MAPPING:
         return {}
     known = {name: value for name, value in config.items() if name != "model_type"}

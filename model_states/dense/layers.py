@@ -58,7 +58,8 @@ class DenseModel(nn.Module):
     def __init__(self, ctx: BuildContext, config: DenseConfig, max_length: int) -> None:
         super().__init__()
         self.embed = Embedding(ctx, config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(ctx, config, layer) for layer in range(config.num_layers))
+        self.stack = tuple(DecoderLayer(ctx, config, layer) for layer in range(config.num_layers))  # the same modules, typed
+        self.layers = nn.ModuleList(self.stack)
         self.norm = RMSNorm(ctx, config.hidden_size, config.eps)
         self.head = ctx.linear(config.hidden_size, config.vocab_size, tied=self.embed.weight if config.tied else None)
         self.register_buffer("cos_sin", cos_sin_table(*inverse_frequencies(config.rope), max_length, ctx.device))
@@ -67,10 +68,10 @@ class DenseModel(nn.Module):
         """hidden: [T, H] embeddings. Returns [T, H], normalised."""
         cos_sin = self.cos_sin.index_select(0, positions)
         total = tap("layer.0", hidden)
-        normed = self.layers[0].attention_norm(total)
-        for index, layer in enumerate(self.layers):
+        normed: torch.Tensor = self.stack[0].attention_norm(total)
+        for index, layer in enumerate(self.stack):
             normed, total = layer.mlp_norm.add(layer.attention(normed, cos_sin, attention), total)
-            following = self.layers[index + 1].attention_norm if index + 1 < len(self.layers) else self.norm
+            following = self.stack[index + 1].attention_norm if index + 1 < len(self.stack) else self.norm
             normed, total = following.add(layer.mlp(normed), total)
             tapped = tap(f"layer.{index + 1}", total)
             if tapped is not total:  # somebody changed the stream: the norm was taken of what it was before

@@ -55,7 +55,7 @@ def global_targets(config: DenseConfig) -> dict[str, tuple[Target, ...]]:
 def layer_targets(config: DenseConfig, layer: int) -> dict[str, tuple[Target, ...]]:
     source, target = f"model.layers.{layer}", f"layers.{layer}"
     biased = {"attention.qkv": config.qkv_bias, "attention.output": config.output_bias}
-    names = {}
+    names: dict[str, tuple[Target, ...]] = {}
     for name, (linear, part, shard_dim) in PROJECTIONS.items():
         names[f"{source}.{name}.weight"] = (Target(f"{target}.{linear}", part, shard_dim=shard_dim),)
         if biased.get(linear, config.mlp_bias):
