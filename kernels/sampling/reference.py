@@ -14,6 +14,7 @@ from modelrunner.kernels.sampling.philox import PURPOSE_SAMPLE, gumbel_noise
 GREEDY_TEMPERATURE = 1e-4  # up to here a row takes its best token, and among equals the lowest id
 MASS_UNIT = 2.0**40  # probability masses are counted in 2^-40 of the best token's; 2^22 tokens fit an int64
 DIGITS = ((20, 11), (10, 10), (0, 10))  # (shift, bits): a 31-bit distance, highest digit first
+SORTED_VOCAB = 4096  # up to here a sort costs less than histograms
 MAX_ELEMENTS = 1 << 22  # logits at a time; bounds scratch memory
 
 
@@ -101,13 +102,23 @@ def filter_cut(
 
 
 def _cut_at(bits: torch.Tensor, weight: torch.Tensor | None, wanted: torch.Tensor) -> torch.Tensor:
-    """The smallest distance d of each row such that the elements at distance <= d weigh at least `wanted`, [n] float32, without sorting.
+    """The smallest distance d of each row such that the elements at distance <= d weigh at least `wanted`, [n] float32.
 
     bits: [n, V] int32, bit patterns of distances. weight: [n, V] int64 >= 0, None for 1 each. wanted: [n] int64, from 1 to the row's
-    weight.
-    Radix selection: one histogram for each digit of the bits, from the highest down, each among the elements that share the digits found
-    so far.
+    weight. Both ways give the same bits; the vocabulary's size, which is the same for all rows of a model, decides between them.
     """
+    found = (_cut_by_sort if bits.shape[1] <= SORTED_VOCAB else _cut_by_digits)(bits, weight, wanted)
+    return found.to(torch.int32).view(torch.float32)
+
+
+def _cut_by_sort(bits: torch.Tensor, weight: torch.Tensor | None, wanted: torch.Tensor) -> torch.Tensor:
+    ordered, place = bits.sort(-1)
+    first = wanted - 1 if weight is None else (weight.gather(1, place).cumsum(-1) < wanted.unsqueeze(1)).sum(-1)
+    return ordered.gather(1, first.clamp(max=bits.shape[1] - 1).unsqueeze(1)).squeeze(1)
+
+
+def _cut_by_digits(bits: torch.Tensor, weight: torch.Tensor | None, wanted: torch.Tensor) -> torch.Tensor:
+    """Radix selection: a histogram of each digit of the bits, from the highest down, of the elements that share the digits so far."""
     prefix = torch.zeros_like(wanted)
     for shift, size in DIGITS:
         digit = ((bits >> shift) & ((1 << size) - 1)).long()
@@ -121,4 +132,4 @@ def _cut_at(bits: torch.Tensor, weight: torch.Tensor | None, wanted: torch.Tenso
         bucket = (reached < wanted.unsqueeze(1)).sum(-1, keepdim=True).clamp_(max=(1 << size) - 1)
         wanted = wanted - (reached - histogram).gather(1, bucket).squeeze(1)
         prefix = (prefix << size) | bucket.squeeze(1)
-    return prefix.to(torch.int32).view(torch.float32)
+    return prefix

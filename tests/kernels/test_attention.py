@@ -38,7 +38,7 @@ def make_step(
     padding: int = 0,
     window: int | None = None,
 ) -> Step:
-    """Pages in random order; NaN in every slot past a row's length, in every page nobody owns, and in every page that the window has left."""
+    """Pages in random order; NaN in every slot past a row's length, in every page nobody owns, and in every slot that the window left."""
     lengths = [done + query for done, query in rows]
     max_pages = max(-(-max(lengths) // tokens_per_page), 1)
     num_pages = 1 + len(rows) * max_pages + 2

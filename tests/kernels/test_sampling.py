@@ -122,8 +122,10 @@ FILTERS = [
 
 @pytest.mark.parametrize("rounded", [False, True], ids=["distinct", "many-ties"])
 @pytest.mark.parametrize("vocab", [1, 63, 500, 1000])
-def test_the_kept_set(vocab: int, rounded: bool) -> None:
+@pytest.mark.parametrize("sorts", [True, False], ids=["by-sort", "by-digits"])
+def test_the_kept_set(vocab: int, rounded: bool, sorts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every filter alone and together, one row each, with masked tokens; `many-ties` has the logits on a coarse grid."""
+    monkeypatch.setattr(sampling, "SORTED_VOCAB", vocab if sorts else 0)
     n = len(FILTERS)
     logits = torch.randn(n, vocab) * 3
     if rounded:
