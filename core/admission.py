@@ -1,7 +1,8 @@
 """How a request gets a row, and how it gives it up: fit, seats, prefix hit, pages, and the reverse.
 
-A request is admitted only when pages for all its known tokens and one more are there, those that admitted prompts still lack counted as
-taken. So a resumed request cannot fill the pool again and again without producing a token. The head of the queue is never overtaken.
+A request is admitted only when pages for all its known tokens and one more are there, beside those that running rows need for their next
+token. Prompts in progress take the token budget first, so when some of it is left for admissions they have all their pages. The head of
+the queue is never overtaken. So a large request cannot be filled and emptied again and again without producing a token.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class Admission:
         self._sequence = 0
         self._free_rows = list(range(rows.active.size - 1, -1, -1))
         self._leaving: list[tuple[int, dict[str, int]]] = []  # rows without a request that a ticket may still name, and their seats
-        self._blocked: tuple[int, int, int] | None = None  # state of the pool in which the head of the queue did not fit
+        self._blocked: tuple[int, int] | None = None  # (sequence, pool gains) when the head of the queue did not fit
 
     # ---- queue -----------------------------------------------------------------------------------------------------
 
@@ -138,18 +139,18 @@ class Admission:
 
     # ---- into a row ------------------------------------------------------------------------------------------------
 
-    def admit_next(self, budget: int, busy: Int32Array, builder: PatchSink) -> tuple[Entry, int] | None:
+    def admit_next(self, budget: int, builder: PatchSink) -> tuple[Entry, int] | None:
         """Give the head of the queue a row, pages for its first chunk, and a place in the patch: (entry, query tokens of the chunk).
 
-        budget: tokens left in the step. busy: rows that run. None when the queue is empty or its head must wait.
+        budget: tokens left in the step. None when the queue is empty or its head must wait.
         """
         while budget > 0 and self._free_rows and (entry := self.queue.head()) is not None:
-            if not self.seats.available(entry.seated) or self._is_blocked(entry, busy):
+            if not self.seats.available(entry.seated) or self._is_blocked(entry):
                 return None
             tokens = entry.tokens()
             hit = self._hit(entry, tokens)
             whole = 1 if self._chunked else max(len(entry.request.prompt_token_ids) - hit.length, 1)
-            if budget < whole or not self._fits(entry, tokens.size, hit, busy):
+            if budget < whole or not self._fits(entry, tokens.size, hit):
                 return None
             values = self._values(entry, tokens, hit)
             if values is None:
@@ -176,32 +177,19 @@ class Admission:
             entry.keys = PageKeys(root_key(self._cache_seed, request.extra.get("adapter"), request.cache_salt))
         return self._cache.hit(entry.keys, tokens)
 
-    def _is_blocked(self, entry: Entry, busy: Int32Array) -> bool:
-        """Whether nothing that matters changed since this entry did not fit: then it is not looked up again."""
-        return self._blocked is not None and self._blocked == self._state(entry, busy)
+    def _is_blocked(self, entry: Entry) -> bool:
+        """Whether no page came back or entered the index since this entry did not fit: then it is not looked up again."""
+        return self._blocked == (entry.request.sequence, self._pool.gains)
 
-    def _state(self, entry: Entry, busy: Int32Array) -> tuple[int, int, int]:
-        return entry.request.sequence, self._pool.gains, self._promised(busy)
-
-    def _promised(self, busy: Int32Array) -> int:
-        """Pages that rows still in their prompt will take."""
-        rows, promised = self._rows, 0
-        for row in rows.prefilling(busy).tolist():
-            tokens = min(int(rows.known_upper[row]) + 1, int(rows.limit[row]) - 1)
-            for table in rows.tables:
-                held = int(table.used[row] - table.first[row])
-                promised += max(table.layout.most_pages(tokens, self._chunk) - held, 0)
-        return promised
-
-    def _fits(self, entry: Entry, known: int, hit: Hit, busy: Int32Array) -> bool:
+    def _fits(self, entry: Entry, known: int, hit: Hit) -> bool:
         tokens = min(known + 1, entry.request.limit - 1)
         needed = 0
         for layout, pages in zip(self._layouts, hit.pages, strict=True):
             idle = int(np.count_nonzero(self._pool.owners[pages] == 0))  # free now, taken by the hit itself
             needed += max(layout.most_pages(tokens, self._chunk) - pages.size, 0) + idle
-        if needed + self._promised(busy) <= self._pool.available:
+        if needed + self._rows.next_growth() <= self._pool.available:
             return True
-        self._blocked = self._state(entry, busy)
+        self._blocked = (entry.request.sequence, self._pool.gains)
         return False
 
     def _values(self, entry: Entry, tokens: Int32Array, hit: Hit) -> dict[str, Any] | None:

@@ -145,11 +145,6 @@ class HostRows:
         view: Int32Array = self.token_log[row, self.num_prompt[row] : self.known[row]]
         return view
 
-    def prefilling(self, rows: Int32Array) -> Int32Array:
-        """Those of `rows` that have more than one token left to compute."""
-        left: Int32Array = rows[self.known_upper[rows] - self.computed_upper[rows] > 1]
-        return left
-
     def select(self, running: Int32Array, budget: int) -> tuple[Int32Array, Int32Array, int]:
         """Rows of the next step, their query tokens, and how many of them (the first ones) decode.
 
@@ -172,6 +167,12 @@ class HostRows:
         sampled: BoolArray = self.computed_upper[rows] == self.known_upper[rows]
         self.known_upper[rows] += sampled
         return sampled
+
+    def next_growth(self) -> int:
+        """Pages that active rows lack to compute all tokens that they will know after the steps planned so far."""
+        rows = np.flatnonzero(self.active).astype(np.int32)
+        tokens = np.minimum(self.known_upper[rows], self.limit[rows] - 1)
+        return sum(int(table.deficit(rows, tokens).sum()) for table in self.tables)
 
     def append(self, rows: Int32Array, tokens: Int32Array, counts: Int32Array) -> None:
         """Commit the first `counts[i]` of `tokens[i]` ([M, 1+k]) to each row."""

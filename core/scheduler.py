@@ -138,7 +138,7 @@ class Scheduler:
         going = request.status is not Status.FINISHED
         if going:
             if request.status is Status.RUNNING:
-                self._release(request)
+                self.admission.release(request)
                 self._refresh_running()
             self._end(request, reason, stop_reason)
         if keep_output is not None:
@@ -241,17 +241,15 @@ class Scheduler:
 
     def _admit(self, draft: _Draft) -> list[BoolArray]:
         sampled = []
-        busy = self._running
-        while (admitted := self.admission.admit_next(draft.budget, busy, draft.builder)) is not None:
+        while (admitted := self.admission.admit_next(draft.budget, draft.builder)) is not None:
             entry, chunk = admitted
             row, count = np.array([entry.request.row], np.int32), np.array([chunk], np.int32)
             sampled.append(self.rows.advance(row, count))
-            busy = np.concatenate([busy, row])
+            self._running = np.concatenate([self._running, row])
             draft.chunks.append((row, count))
             draft.admitted.append(entry)
             draft.budget -= chunk
             self._count_admission(entry, 1)
-        self._running = busy
         return sampled
 
     def _seal(self, draft: _Draft, sampled: BoolArray) -> Plan | None:
@@ -300,7 +298,7 @@ class Scheduler:
         for entry in undo.admitted:
             self._count_admission(entry, -1)
             if entry.request.status is Status.RUNNING:
-                self._release(entry.request)
+                self.admission.release(entry.request)
                 self.admission.requeue(entry)
         self._refresh_running()
 
@@ -360,7 +358,7 @@ class Scheduler:
             assert request is not None, f"row {row} has no request"
             if code == Finish.ERROR:
                 self.admission.distrust(row)
-            self._release(request)
+            self.admission.release(request)
             last = request.output_token_ids[-1] if code == Finish.STOP else None
             self._end(request, REASONS[Finish(code)], last if last in request.params.stop_token_ids else None)
             finished.append(request)
@@ -369,10 +367,6 @@ class Scheduler:
         return finished
 
     # ---- rows ----------------------------------------------------------------------------------------------------
-
-    def _release(self, request: Request) -> None:
-        """Take the row from a running request: its output goes into the request, its pages to the pool or the prefix cache."""
-        self.admission.release(request)
 
     def _end(self, request: Request, reason: str, stop_reason: int | str | None) -> None:
         request.finish_reason, request.stop_reason = reason, stop_reason
@@ -390,7 +384,7 @@ class Scheduler:
         return victim
 
     def _preempt(self, entry: Entry) -> None:
-        self._release(entry.request)
+        self.admission.release(entry.request)
         entry.request.num_preemptions += 1
         self.stats.preemptions += 1
         self.admission.requeue(entry)

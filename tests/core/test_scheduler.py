@@ -129,6 +129,29 @@ def test_a_request_that_can_never_fit_is_refused_with_the_numbers() -> None:
     expect(fits)
 
 
+def test_a_request_that_fills_the_pool_to_the_last_slot_runs() -> None:
+    """Its last token is never computed, so it needs no place in the cache."""
+    world = World(pages=2)
+    (r,) = submit(world, request("a", prompt(8, 1), 1))
+    world.finish(10)
+    expect(r)
+
+
+@pytest.mark.parametrize(("pages", "chunks"), [(7, [[8], [8], [4], [1], [6]]), (8, [[8], [8], [4, 4], [1, 2]])])
+def test_pages_for_the_next_token_of_running_rows_are_not_given_away(pages: int, chunks: list[list[int]]) -> None:
+    """The long prompt fills 5 pages and its first token needs a sixth; the short one needs 2."""
+    world = World(pages=pages, budget=8, depth=1)
+    long, short = submit(world, request("long", prompt(20, 1), 2), request("short", prompt(6, 2), 2))
+    seen = []
+    while len(seen) < len(chunks):
+        plan = world.step()
+        seen.append(plan.num_query.tolist() if plan is not None else [])
+    assert seen == chunks
+    world.finish()
+    assert world.scheduler.stats.preemptions == 0
+    expect(long), expect(short)
+
+
 def test_a_window_lets_a_long_request_run_in_few_pages() -> None:
     window = SlidingWindow("window", **SHAPE, window_size=6)
     world = World([GroupLayout(window, 4)], pages=7, max_model_len=64, budget=12, depth=3)
