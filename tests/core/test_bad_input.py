@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from modelrunner import LLM, Engine, SamplingParams, hookimpl
-from modelrunner.errors import ModelRunnerError, PluginError, RequestError, SettingsError
+from modelrunner.errors import ModelRunnerError, PluginError, PluginWarning, RequestError, SettingsError
 from modelrunner.testing import ByteTokenizerPlugin, Driver, EngineProbe, P, dense, options, tiny_dense
 
 PARAMS = SamplingParams(temperature=0, max_tokens=4)
@@ -200,7 +200,7 @@ def test_an_unknown_architecture(copy: Path) -> None:
 def test_a_cache_too_small_for_one_request() -> None:
     """Small requests are served; one that can never fit is refused with both numbers."""
     driver = Driver(dense().engine(pages=2))
-    with pytest.raises(RequestError, match="40.*33"):
+    with pytest.raises(RequestError, match=r"40.*33"):
         driver.add("large", P(40, 1), PARAMS)
     EngineProbe(driver).assert_alive(dense())
 
@@ -242,7 +242,8 @@ class OldPlugin:
 
 
 def test_a_broken_plugin_does_not_take_the_engine_along() -> None:
-    engine = start(tiny_dense(), (BrokenPlugin(),))
+    with pytest.warns(PluginWarning, match=r"BrokenPlugin.*no driver"):
+        engine = start(tiny_dense(), (BrokenPlugin(),))
     EngineProbe(Driver(engine)).assert_alive(dense())
 
 
