@@ -121,6 +121,7 @@ def assemble(arguments: Mapping[str, Any], plugins: Sequence[object] = ()) -> As
         depth=settings.scheduler.pipeline_depth,
         buckets=Buckets(settings.graphs.bucket_rows, settings.graphs.bucket_tokens),
     )
+    runner.warm_up()
     resolved = Resolved(
         model=card.name or str(card.path),
         dtype=name_of(dtype),
@@ -190,8 +191,8 @@ def core_columns(layouts: Sequence[GroupLayout], max_model_len: int) -> list[Col
 
 
 def patch_capacity(settings: RunnerSettings, layouts: Sequence[GroupLayout], max_model_len: int) -> int:
-    """Words that a step's edits may take: page growth of every row, and the admission of a few of the longest prompts."""
-    growth = settings.scheduler.max_rows * 4 * (len(layouts) + settings.scheduler.max_batched_tokens // 16 + 1)
+    """Words that a step's edits may take: a new page for each row and each token, and the admission of a few of the longest prompts."""
+    growth = 4 * len(layouts) * (settings.scheduler.max_rows + settings.scheduler.max_batched_tokens)
     admission = 64 + settings.sampler.max_stop_token_ids + 2 * max_model_len + sum(2 * max_model_len // g.tokens_per_page for g in layouts)
     return growth + 4 * (admission + 1024)
 

@@ -132,6 +132,14 @@ class Needs:
     capture: Literal["full", "none"] = "full"
     capture_reason: str = ""
 
+    def __post_init__(self) -> None:
+        names = [group.name for group in self.cache_groups]
+        if len(set(names)) < len(names) or any(len(set(group.layers)) < len(group.layers) for group in self.cache_groups):
+            listing = [(group.name, group.layers) for group in self.cache_groups]
+            raise ValueError(f"cache groups {listing}: each name, and each layer within a group, may stand there once")
+        if self.capture == "none" and not self.capture_reason:
+            raise ValueError("capture is 'none' without a capture_reason; say why the step cannot be captured into a graph")
+
 
 @dataclass(frozen=True)
 class Yes:
@@ -258,10 +266,6 @@ class ModelState(ABC):
     @abstractmethod
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """D R. [n, H] -> [n, V], in the model's dtype."""
-
-    def outputs(self, batch: Batch) -> Mapping[str, torch.Tensor]:
-        """D. Extra per-row results [N, ...] that leave with the record."""
-        return {}
 
 
 def required_features(settings: RunnerSettings) -> Sequence[str]:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from modelrunner.attention import AttentionBackend, BoundAttention, attention_meta
-from modelrunner.batch import Batch, Outcome, Plan, Ticket, record_words
+from modelrunner.batch import EMPTY_PATCH, Batch, Feature, Outcome, Plan, Ticket, record_words
 from modelrunner.device import Device, Event, PinnedBuffer
 from modelrunner.model_state import ModelState, Needs
 from modelrunner.ops import Ops
@@ -64,6 +64,25 @@ class Runner:
         self.events: list[Event | None] = [None] * entries
         self.launched = 0
         self.layer_index = {g.group.name: {layer: i for i, layer in enumerate(g.group.layers)} for g in parts.layouts}
+
+    def warm_up(self) -> None:
+        """Run one step of a dead row through everything, so that what cannot run fails at start-up and not at the first request."""
+        one = np.ones(1, np.int32)
+        plan = Plan(
+            step=-1,
+            rows=one * self.scratch_row,
+            generations=-one,
+            num_query=one,
+            patch=EMPTY_PATCH,
+            num_decode=1,
+            num_tokens=1,
+            max_query=1,
+            max_seq_len=1,
+            table_pages=(1,) * len(self.parts.layouts),
+            features=Feature.PLAIN,
+        )
+        self.state.fill_dummy(self.buffers.batch(plan, self.buckets.shape(plan), self.parts.table.columns))
+        self.collect(self.launch(plan))
 
     def launch(self, plan: Plan) -> Ticket:
         """Enqueue the step; never waits. An entry is free because at most `depth` tickets are open."""
