@@ -7,7 +7,9 @@ import json
 import pytest
 import torch
 
-from modelrunner.checkpoint import SafetensorsReader
+from modelrunner.checkpoint import DummyReader, SafetensorsReader
+from modelrunner.errors import CheckpointError
+from modelrunner.weights import load_weights
 
 IDS = [(7 * i * i + 3 * i + 5) % 97 for i in range(40)]
 
@@ -59,6 +61,43 @@ def test_equals_transformers(variant, make_oracle, save, load):
     loaded = load(SafetensorsReader(save(model), "tiny"))
     assert want.std() > 0.5  # a flat answer would prove little
     torch.testing.assert_close(loaded.logits(IDS), want, rtol=1e-4, atol=1e-4)
+
+
+def test_sharded_checkpoint(make_oracle, save, load):
+    model = make_oracle("llama", tie_word_embeddings=True)
+    folder = save(model, max_shard_size="20KB")
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    with torch.no_grad():
+        want = model(torch.tensor([IDS])).logits[0]
+    torch.testing.assert_close(load(SafetensorsReader(folder, "tiny")).logits(IDS), want, rtol=1e-4, atol=1e-4)
+
+
+def test_checkpoint_of_another_size_is_refused(make_oracle, save, load):
+    """Biases that the configuration does not announce, and a wider MLP: each tensor is named, with both shapes."""
+    folder = save(make_oracle("llama", attention_bias=True, num_hidden_layers=1))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "attention_bias": False, "intermediate_size": 64}))
+    with pytest.raises(CheckpointError) as error:
+        load(SafetensorsReader(folder, "tiny"))
+    message = str(error.value)
+    assert "4 tensors not expected: " in message
+    assert "model.layers.0.self_attn.q_proj.bias" in message
+    assert "model.layers.0.mlp.up_proj.weight -> layers.0.mlp.gate_up: weight of part 1 has shape (48, 32); (64, 32) is needed" in message
+
+
+@pytest.mark.parametrize("scheme", ["plain", "int8"])
+def test_dummy_weights_then_real_ones_in_place(scheme, make_oracle, save, load):
+    folder = save(make_oracle("llama", tie_word_embeddings=True))
+    loaded = load(DummyReader(folder, "tiny"), scheme=scheme)
+    noise = loaded.logits(IDS)
+    assert torch.isfinite(noise).all()
+    assert 0.1 < noise.std() < 10
+    assert torch.equal(noise, load(DummyReader(folder, "tiny"), scheme=scheme).logits(IDS))
+    places = {name: tensor.data_ptr() for name, tensor in loaded.state.module.state_dict().items()}
+    reader = SafetensorsReader(folder, "tiny")
+    load_weights(loaded.state.module, loaded.state.weight_map(loaded.card), reader, progress=False)
+    assert {name: tensor.data_ptr() for name, tensor in loaded.state.module.state_dict().items()} == places
+    assert torch.equal(loaded.logits(IDS), load(reader, scheme=scheme).logits(IDS))
 
 
 def test_windows_make_two_cache_groups(make_oracle, save, load):
