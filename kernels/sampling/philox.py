@@ -9,6 +9,7 @@ import torch
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 10
+BROADCAST_ROUNDS = 3  # a counter that differs in one word only has filled all four after so many
 WORD = 0xFFFFFFFF
 
 PURPOSE_SAMPLE, PURPOSE_DRAFT, PURPOSE_ACCEPT, PURPOSE_RECOVER = range(4)
@@ -19,18 +20,27 @@ UNIFORM_MIN, UNIFORM_MAX = 2.0**-24, 1.0 - 2.0**-24
 
 
 def philox(key: tuple[torch.Tensor, torch.Tensor], counter: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """Four random words for each counter. key: two and counter: four int64 tensors of values in [0, 2^32), broadcast together.
+    """Four random words for each counter. key: two [n, 1] and counter: four int64 tensors of values in [0, 2^32), broadcast together.
 
-    64-bit products wrap, which leaves their low 64 bits right; an arithmetic shift and a mask then give the high word.
+    64-bit products wrap, which leaves their low 64 bits right; an arithmetic shift and a mask then give the high word. c1 and c3 keep
+    the bits above their word: they only enter through exclusive-or, and are masked on the way.
     """
-    k0, k1 = key
+    steps = torch.arange(ROUNDS, device=key[0].device).view(-1, 1, 1)
+    keys = [((k + steps * weyl) & WORD).unbind(0) for k, weyl in zip(key, WEYL, strict=True)]
     c0, c1, c2, c3 = counter
-    for _ in range(ROUNDS):
+    for k0, k1 in list(zip(*keys, strict=True))[:BROADCAST_ROUNDS]:
         p0, p1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
-        # c1 and c3 keep bits above the word: they only enter through exclusive-or, masked on the way.
         c0, c1, c2, c3 = ((p1 >> 32) ^ (c1 ^ k0)) & WORD, p1, ((p0 >> 32) ^ (c3 ^ k1)) & WORD, p0
-        k0, k1 = (k0 + WEYL[0]) & WORD, (k1 + WEYL[1]) & WORD
-    return c0, c1 & WORD, c2, c3 & WORD
+    # By now all four are of full size and our own. In place: a product takes the memory of its factor, a word that of another word.
+    high = torch.empty_like(c0)
+    for k0, k1 in list(zip(*keys, strict=True))[BROADCAST_ROUNDS:]:
+        p0, p1 = c0.mul_(MULTIPLIERS[0]), c2.mul_(MULTIPLIERS[1])
+        torch.bitwise_right_shift(p1, 32, out=high)
+        c1.bitwise_xor_(high).bitwise_xor_(k0).bitwise_and_(WORD)
+        torch.bitwise_right_shift(p0, 32, out=high)
+        c3.bitwise_xor_(high).bitwise_xor_(k1).bitwise_and_(WORD)
+        c0, c1, c2, c3 = c1, p1, c3, p0
+    return c0, c1.bitwise_and_(WORD), c2, c3.bitwise_and_(WORD)
 
 
 def uniform_noise(seed: torch.Tensor, position: torch.Tensor, choice: torch.Tensor, purpose: int, vocab: int) -> torch.Tensor:
@@ -42,7 +52,9 @@ def uniform_noise(seed: torch.Tensor, position: torch.Tensor, choice: torch.Tens
     block = torch.arange(-(-vocab // 4), device=seed.device).unsqueeze(0)
     key = (wide[0] & WORD, (wide[0] >> 32) & WORD)
     words = philox(key, (block, wide[1] & WORD, wide[2] & WORD, torch.full_like(wide[1], purpose)))
-    bits = torch.stack([(word >> (32 - UNIFORM_BITS)).to(torch.float32) for word in words], -1)
+    bits = torch.empty(*words[0].shape, 4, device=seed.device)
+    for place, word in enumerate(words):
+        bits[..., place].copy_(word.bitwise_right_shift_(32 - UNIFORM_BITS))
     return bits.add_(0.5).mul_(2.0**-UNIFORM_BITS).view(seed.shape[0], -1)[:, :vocab]
 
 

@@ -169,7 +169,7 @@ def test_a_row_does_not_depend_on_its_neighbours(monkeypatch: pytest.MonkeyPatch
     poisoned = logits.clone()
     poisoned[1::2] = math.nan
     assert torch.equal(sample(poisoned, **args)[0][::2], tokens[::2])
-    monkeypatch.setattr(sampling, "MAX_ELEMENTS", 7 * vocab)
+    monkeypatch.setitem(sampling.MAX_ELEMENTS, "cpu", 7 * vocab)
     assert torch.equal(sample(logits, **args)[0], tokens)
 
 
