@@ -55,8 +55,9 @@ def test_int8_equals_its_dequantised_weights(dtype, inner, outer, rows):
 
 
 def test_int8_rounds_to_half_a_step():
-    layer = factory(Int8Scheme)(50, (10, 20))
-    parts = [torch.randn(10, 50), torch.randn(20, 50) * 1e-3]
+    many = Int8Scheme.BLOCK + 20  # more than one block
+    layer = factory(Int8Scheme)(50, (10, many))
+    parts = [torch.randn(10, 50), torch.randn(many, 50) * 1e-3]
     for part, weight in enumerate(parts):
         layer.load(part, weight)
     restored = layer.qweight * layer.scale[:, None]
