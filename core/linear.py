@@ -138,7 +138,7 @@ class Int8Scheme(LinearScheme):
 
     name = "int8"
     PACKED_ROWS = 16
-    BLOCK = 256  # rows quantised at a time: they stay in the processor's cache
+    BLOCK = 2**20  # weights quantised at a time: few enough for the processor's cache
 
     def create(self, layer: Linear) -> None:
         shape = (layer.out_features, layer.in_features)
@@ -147,8 +147,9 @@ class Int8Scheme(LinearScheme):
         layer.register_buffer("packed_scale", torch.zeros(layer.out_features, dtype=torch.bfloat16, device=self.device))
 
     def load(self, layer: Linear, rows: slice, weight: torch.Tensor) -> None:
-        for start in range(0, weight.shape[0], self.BLOCK):
-            wide = weight[start : start + self.BLOCK].to(device=self.device, dtype=torch.float32)
+        step = max(1, self.BLOCK // layer.in_features)
+        for start in range(0, weight.shape[0], step):
+            wide = weight[start : start + step].to(device=self.device, dtype=torch.float32)
             block = slice(rows.start + start, rows.start + start + wide.shape[0])
             scale = wide.abs().amax(-1).div_(127).clamp_min_(torch.finfo(torch.float32).tiny)
             layer.qweight[block].copy_((wide / scale[:, None]).round_())
