@@ -14,7 +14,7 @@ from itertools import pairwise
 
 import torch
 
-MAX_KEYS = 1 << 16  # gathered tokens at a time; bounds scratch memory
+MAX_KEYS = 1 << 13  # gathered tokens at a time: bounds scratch memory, and keeps more of it in the cache
 MAX_SCORES = 1 << 24  # mask elements at a time; bounds scratch memory
 TILE_SIZES = (16, 32, 64, 128, 256, 512)
 GATHER_COST = 24  # gathering a tile's keys costs about as much as attending to them with this many queries
@@ -82,7 +82,7 @@ def token_rows(cache: torch.Tensor) -> torch.Tensor:
 
 def rows_per_page(cache: torch.Tensor) -> int:
     """Rows of the token view between two pages. Raises ValueError for a cache whose memory cannot be seen so."""
-    page, token = cache.stride(0), cache.stride(1)
+    page, token = int(cache.stride(0)), int(cache.stride(1))
     if not cache[0, 0].is_contiguous() or token != cache[0, 0].numel() or page % token:
         raise ValueError(
             f"cache of shape {tuple(cache.shape)} has strides {cache.stride()}; a token's keys and values must be contiguous, "
