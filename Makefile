@@ -8,7 +8,7 @@ VENV := .venv
 # -P keeps the repository root off sys.path: from here `import kernels` would find our folder instead of a package of that name.
 PY := $(VENV)/bin/python -P
 PIP := $(PY) -m pip --disable-pip-version-check
-PROMPT ?= The three laws of motion say that
+export PROMPT ?= Photosynthesis is the process by which
 INSTALLED := .build/installed
 SOURCES = $(shell find core kernels model_states plugins -name '*.py' -o -name py.typed)
 
@@ -16,7 +16,7 @@ SOURCES = $(shell find core kernels model_states plugins -name '*.py' -o -name p
 .NOTPARALLEL:
 
 help:
-	@echo "make demo    install, and let a small real language model complete a prompt (PROMPT='...')"
+	@echo "make demo    install, and let a small real language model complete a prompt (make demo PROMPT='...')"
 	@echo "make test    install, and run everything that CI runs: lint, imports, types, unit"
 	@echo "make lint | imports | types | unit    one part of it"
 	@echo "make format  let ruff format the code"
@@ -24,7 +24,7 @@ help:
 	@echo "make clean   remove .venv and everything that was built"
 
 demo: $(VENV)/.demo
-	$(VENV)/bin/modelrunner generate --prompt "$(PROMPT)" --max-tokens 48
+	$(VENV)/bin/modelrunner generate --prompt "$$PROMPT" --temperature 0 --max-tokens 64
 
 test: lint imports types unit
 
