@@ -31,9 +31,11 @@ class Driver:
         self.outputs[request_id] = []
 
     def step(self) -> list[RequestOutput]:
-        """One engine step."""
+        """One engine step, after which the scheduler's books must agree."""
         self.steps += 1
-        return self.receive(self.engine.step())
+        outputs = self.receive(self.engine.step())
+        self.engine.scheduler.check()
+        return outputs
 
     def receive(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
         """Remember outputs. A request must not speak after its end."""

@@ -11,6 +11,7 @@ from modelrunner.testing import Driver, EngineProbe, P, assert_same, dense
 
 A = P(40, 1), SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 B = P(20, 2), SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+C = P(9, 3), SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)  # waits, and takes over the row of the aborted one
 
 
 def abort(driver: Driver, reached: list[str]) -> Callable[[], None]:
@@ -69,6 +70,7 @@ def test_abort_at_every_point_of_the_life_cycle(moment: Callable[..., None], a_f
     probe.poison_freed_pages()
     for name, (prompt, params) in {"a": A, "b": B}.items() if a_first else {"b": B, "a": A}.items():
         driver.add(name, prompt, params)
+    driver.add("c", *C)
     reached: list[str] = []
     moment(driver, probe, abort(driver, reached))
     assert reached == ["aborted"]
@@ -79,5 +81,6 @@ def test_abort_at_every_point_of_the_life_cycle(moment: Callable[..., None], a_f
     assert terminal[0].outputs[0].finish_reason == "abort"
     assert driver.num_tokens("a") == before
     assert_same(subject, *B, driver.result("b"))
+    assert_same(subject, *C, driver.result("c"))
     probe.assert_alive(subject)
     probe.assert_clean()
