@@ -31,7 +31,18 @@ _EXPORTS = {
     "hookimpl": "hookspecs",
 }
 
-__all__ = ["LLM", "CompletionOutput", "Decline", "Engine", "Offer", "OutputKind", "RequestOutput", "RunnerSettings", "SamplingParams", "hookimpl"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "Decline",
+    "Engine",
+    "Offer",
+    "OutputKind",
+    "RequestOutput",
+    "RunnerSettings",
+    "SamplingParams",
+    "hookimpl",
+]
 
 
 def __getattr__(name: str) -> Any:
