@@ -3,36 +3,53 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
+
+import modelrunner.kernels
 from modelrunner import OutputKind, SamplingParams
+from modelrunner.kernels.norm import rms_norm
 from modelrunner.testing import Driver, P, mixed, scripted
 
+KERNELS = str(Path(modelrunner.kernels.__file__).parent)
 STEPS = 32  # two pages of tokens: every row grows twice
 PARAMS = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True, output_kind=OutputKind.FINAL_ONLY)
 
 
+class CallCounter:
+    """Counts calls of Python and C functions, but not those inside an operation: that is the device's work, which a CPU does in slices
+    of its cache's size. The call of the operation itself counts."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self._inside = 0
+
+    def __call__(self, frame: FrameType, kind: str, argument: Any) -> None:
+        if self._inside == 0:
+            self.calls += kind in ("call", "c_call")
+        if kind in ("call", "return") and frame.f_code.co_filename.startswith(KERNELS):
+            self._inside += 1 if kind == "call" else -1
+
+
 def calls_per_step(rows: int, depth: int, params: SamplingParams = PARAMS) -> float:
-    """Python and C calls that the interpreter makes in one steady decode step."""
+    """Calls that the interpreter makes in one steady decode step."""
     driver = Driver(scripted(mixed(), "host-work").engine(rows=512, pages=512 * 12, tokens=2048, depth=depth))
     for k in range(rows):
         driver.add(str(k), P(2 + k % 16, k), params)
     for _ in range(20):  # prompts, first pages, one-time work
         driver.step()
-    count = 0
-
-    def on_call(frame: FrameType, kind: str, argument: Any) -> None:
-        nonlocal count
-        count += kind in ("call", "c_call")
-
-    sys.setprofile(on_call)
+    count = CallCounter()
+    sys.setprofile(count)
     try:
         for _ in range(STEPS):
             assert driver.engine.step() == []
     finally:
         sys.setprofile(None)
-    return count / STEPS
+    return count.calls / STEPS
 
 
 def test_python_calls_do_not_grow_with_rows() -> None:
@@ -45,3 +62,21 @@ def test_the_counter_sees_a_loop_over_rows() -> None:
     """Streaming is allowed to cost per row, so it must show up here; otherwise the test above could not fail."""
     streaming = PARAMS.model_copy(update={"stop": ("never there",)})
     assert calls_per_step(512, 1, streaming) > 2 * calls_per_step(16, 1, streaming)
+
+
+def test_the_counter_passes_over_the_inside_of_operations_only() -> None:
+    noise = torch.randn(4, 8)
+
+    def calls(function: Callable[..., object]) -> int:
+        count = CallCounter()
+        sys.setprofile(count)
+        try:
+            function(noise, torch.ones(8), 1e-5)
+        finally:
+            sys.setprofile(None)
+        return count.calls
+
+    def two_operations(x: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
+        rms_norm(rms_norm(x, weight, eps), weight, eps)
+
+    assert calls(two_operations) - calls(rms_norm) == 2  # the function itself and the second operation
