@@ -67,10 +67,10 @@ class PagePool:
     A page is in exactly one of three states: owned (at least one owner), free, or idle (no owner, but its contents are in the index and
     may be found again). `alloc` takes free pages first, then the idle ones that were released longest ago.
 
-    arena_pages: pages in the arena, the null page included. record_freed: keep the list that `take_freed` returns (for tests).
+    arena_pages: pages in the arena, the null page included.
     """
 
-    def __init__(self, arena_pages: int, record_freed: bool = False) -> None:
+    def __init__(self, arena_pages: int) -> None:
         if arena_pages < 2:
             raise CapacityError(f"the page pool was given {arena_pages} pages; it needs at least 2, of which one is the null page")
         self.arena_pages = arena_pages
@@ -82,7 +82,7 @@ class PagePool:
         self._indexed = np.zeros(arena_pages, np.bool_)
         self._keys: dict[int, tuple[int, bytes]] = {}
         self._index: dict[tuple[int, bytes], int] = {}
-        self._freed: list[int] | None = [] if record_freed else None
+        self._freed: list[int] | None = None
 
     @property
     def capacity(self) -> int:
@@ -154,6 +154,10 @@ class PagePool:
     def reset_index(self) -> None:
         """Take every page out of the index."""
         self.forget(np.flatnonzero(self._indexed).astype(np.int32))
+
+    def record_freed(self) -> None:
+        """From now on keep the list that `take_freed` returns. For tests: nothing bounds its length."""
+        self._freed = []
 
     def take_freed(self) -> list[int]:
         """Pages whose contents died since the last call (needs `record_freed`). Some may have been given out again since."""

@@ -80,7 +80,7 @@ class EngineProbe:
 
     def poison_freed_pages(self) -> None:
         """From now on, fill freed cache pages with NaN, in stream order, before the next step runs."""
-        self.scheduler.pool._freed = []
+        self.scheduler.pool.record_freed()
         self._poison = True
 
     # ---- looking ---------------------------------------------------------------------------------------------------

@@ -70,7 +70,8 @@ class World:
         table = RequestTable(columns, self.max_rows, torch.device("cpu"))
         self.arena = table.arena.numpy()
         self.table = {name: view.numpy() for name, view in table.columns.items()}
-        self.pool = PagePool(self.pages + 1, record_freed=True)
+        self.pool = PagePool(self.pages + 1)
+        self.pool.record_freed()
         self.scheduler = Scheduler(
             groups=self.groups, pool=self.pool, builder=table.builder,
             row_values=lambda r: {"stop_ids": np.array(r.params.stop_token_ids, np.int32)},

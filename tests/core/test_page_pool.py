@@ -61,7 +61,8 @@ def test_a_key_keeps_its_first_page_and_groups_have_keys_of_their_own() -> None:
 
 
 def test_what_dies_is_recorded_and_what_may_be_found_again_is_not() -> None:
-    pool = PagePool(4, record_freed=True)
+    pool = PagePool(4)
+    pool.record_freed()
     a, b, c = pool.alloc(3).tolist()
     pool.insert(0, b"a", a)
     pool.release(pages(a, b))
