@@ -7,7 +7,7 @@ the command line; none is called while a step runs. An implementation may take f
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +20,11 @@ if TYPE_CHECKING:
     from modelrunner.device import Device
     from modelrunner.linear import LinearScheme
     from modelrunner.model_state import CacheGroup, ModelState
+    from modelrunner.observers import Observer
     from modelrunner.offers import Decline, Offer
     from modelrunner.ops import Register
     from modelrunner.settings import RunnerSettings, Section
+    from modelrunner.taps import ModelInfo, Tap
     from modelrunner.text import Tokenizer
 
 PROJECT = "modelrunner"
@@ -72,6 +74,10 @@ class HookSpecs:
         """Bid to be the device that steps run on. An absent accelerator is a `Decline` with the reason."""
 
     @hookspec
+    def taps(self, model_info: ModelInfo) -> Tap | Sequence[Tap] | None:
+        """Taps that read or change hidden states for the requests that ask. `model_info.tap_points` says where this model has some."""
+
+    @hookspec
     def attention_backend(
         self, group: CacheGroup, device: Device, settings: RunnerSettings
     ) -> Offer[type[AttentionBackend]] | Decline | None:
@@ -84,3 +90,7 @@ class HookSpecs:
     @hookspec
     def linear_scheme(self, card: ModelCard, device: Device, settings: RunnerSettings) -> Offer[type[LinearScheme]] | Decline | None:
         """Bid to store and apply the weights of linear layers."""
+
+    @hookspec
+    def observer(self, settings: RunnerSettings) -> Observer | Sequence[Observer] | None:
+        """Observers of the engine's steps and requests. Fires last, once everything else is ready."""

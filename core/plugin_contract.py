@@ -33,6 +33,11 @@ COMPONENTS: dict[str, tuple[str, str]] = {
 }
 # The type that an offer of the hook must load an instance of.
 VALUES: dict[str, type] = {"model_source": Path, "model_config": Mapping}
+# The class that every answer of the hook must be an instance of: these hooks supply objects, not offers.
+INSTANCES: dict[str, tuple[str, str]] = {
+    "taps": ("modelrunner.taps", "Tap"),
+    "observer": ("modelrunner.observers", "Observer"),
+}
 
 
 def hook_arguments(hook: str) -> list[str]:
@@ -95,6 +100,10 @@ def answer_problem(hook: str, answer: Any) -> str:
         good = answer is None or (isinstance(answer, (list, tuple)) and all(hasattr(c, "name") and hasattr(c, "run") for c in answer))
     elif hook == "kernels":
         good, wanted = answer is None, "None (operations are handed to `register`)"
+    elif hook in INSTANCES:
+        module, name = INSTANCES[hook]
+        good = all(isinstance(a, getattr(import_module(module), name)) for a in flatten(answer))
+        wanted = f"an instance of {module}.{name}, a list of these, or None"
     else:
         good, wanted = all(isinstance(a, (Offer, Decline)) for a in flatten(answer)), "Offer, Decline, a list of these, or None"
     return "" if good else f"answered {answer!r} ({type(answer).__name__}); {wanted} is needed"
