@@ -27,13 +27,13 @@ LISTED = 10  # names of one kind that an error message lists
 class Target:
     """Where one checkpoint tensor goes.
 
-    path: dotted path of a `Linear` or a parameter in the module, e.g. `layers.3.qkv`. part: which part of a fused Linear.
-    kind: `weight` or `bias` of a Linear; `parameter` for a plain parameter or buffer. transform: applied first, e.g. a row permutation.
-    shard_dim: dimension that is split over devices, None for a replicated tensor.
+    path: dotted path of a `Linear` or a parameter in the module, e.g. `layers.3.qkv`. part: which part of a fused Linear; None for a
+    tensor that holds all of them, in order. kind: `weight` or `bias` of a Linear; `parameter` for a plain parameter or buffer.
+    transform: applied first, e.g. a row permutation. shard_dim: dimension that is split over devices, None for a replicated tensor.
     """
 
     path: str
-    part: int = 0
+    part: int | None = 0
     kind: str = "weight"
     transform: Callable[[torch.Tensor], torch.Tensor] | None = None
     shard_dim: int | None = None
@@ -77,6 +77,14 @@ def slots(module: nn.Module) -> set[Slot]:
     return found
 
 
+def filled_by(module: nn.Module, target: Target) -> set[Slot]:
+    """The slots that `target` fills."""
+    if target.part is not None:
+        return {(target.path, target.part, target.kind)}
+    layer = module.get_submodule(target.path)
+    return {(target.path, part, target.kind) for part in range(len(layer.out_parts))} if isinstance(layer, Linear) else set()
+
+
 def store(module: nn.Module, target: Target, tensor: torch.Tensor) -> None:
     """Write one checkpoint tensor to its target, in place. Raises ValueError for a wrong shape and for a target that is not there."""
     if target.transform is not None:
@@ -85,13 +93,24 @@ def store(module: nn.Module, target: Target, tensor: torch.Tensor) -> None:
         layer = module.get_submodule(target.path)
         if not isinstance(layer, Linear):
             raise ValueError(f"{target.path} is a {type(layer).__name__}; {target.kind} targets need a Linear")
-        layer.load(target.part, tensor, target.kind)
+        for part, rows in parts_of(layer, target.part, tensor):
+            layer.load(part, rows, target.kind)
         return
     owner, _, leaf = target.path.rpartition(".")
     parameter = getattr(module.get_submodule(owner), leaf)  # a parameter or a buffer
     if parameter.shape != tensor.shape:
         raise ValueError(f"shape {tuple(tensor.shape)}; {tuple(parameter.shape)} is needed")
     parameter.data.copy_(tensor)
+
+
+def parts_of(layer: Linear, part: int | None, tensor: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+    """`tensor` cut into the parts of `layer` that it holds: [(part, its rows)]. Raises ValueError when it has other rows than they need."""
+    if part is not None:
+        return [(part, tensor)]
+    if tuple(tensor.shape[:1]) != (layer.out_features,):
+        parts = " + ".join(map(str, layer.out_parts))
+        raise ValueError(f"shape {tuple(tensor.shape)} for all parts; {parts} = {layer.out_features} rows are needed")
+    return list(enumerate(tensor.split(layer.out_parts)))
 
 
 def load_weights(
@@ -129,8 +148,8 @@ def load_tensors(
             if name not in weight_map.names and not weight_map.ignores(name):
                 unexpected.append(name)
             for target in weight_map.names.get(name, ()):
-                unfilled.discard((target.path, target.part, target.kind))
                 try:
+                    unfilled -= filled_by(module, target)
                     store(module, target, tensor)
                 except (ValueError, RuntimeError, AttributeError) as error:
                     misfits.append(f"{name} -> {target.path}: {error}")

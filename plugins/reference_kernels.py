@@ -21,6 +21,7 @@ def kernels(register: Register, device: Device) -> None:
     from modelrunner.kernels import activation, attention, batch, embedding, linear, norm, rope, sampling, table
     from modelrunner.ops import CLOSE
 
+    function: Callable[..., Any]
     for function in (table.apply_patch, table.update_state, table.write_record):
         register.op(function.__name__, function, area="table")
     for function in (batch.gather_rows, batch.gather_tokens, batch.gather_block_table, batch.slot_mapping):
@@ -33,6 +34,7 @@ def kernels(register: Register, device: Device) -> None:
     register.op("rms_norm", norm.rms_norm, area="norm", tolerance=CLOSE)
     register.op("apply_rope", rope.apply_rope, area="rope", tolerance=CLOSE)
     register.op("silu_mul", activation.silu_mul, area="activation", tolerance=CLOSE)
+    register.op("gelu_tanh_mul", activation.gelu_tanh_mul, area="activation", tolerance=CLOSE)
     register.op("matmul", linear.matmul, area="linear", tolerance=CLOSE)
     register.op("int8_matmul", linear.int8_matmul, area="linear", tolerance=CLOSE)
     register.op("greedy", sampling.greedy, area="sampling")

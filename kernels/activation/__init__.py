@@ -1,5 +1,5 @@
 """Activations."""
 
-from modelrunner.kernels.activation.reference import silu_mul
+from modelrunner.kernels.activation.reference import gelu_tanh_mul, silu_mul
 
-__all__ = ["silu_mul"]
+__all__ = ["gelu_tanh_mul", "silu_mul"]

@@ -9,11 +9,14 @@ from torch.nn.functional import rms_norm as torch_rms_norm
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension.
 
-    x: [..., D]. weight: [D]. Returns x's shape and dtype. 16-bit inputs: the mean and the quotient are taken in float32, the quotient is
-    rounded to x's dtype and then multiplied by the weight, as the Llama family was trained.
+    x: [..., D]. weight: [D], in x's dtype or float32. Returns x's shape and dtype. 16-bit inputs: the mean and the quotient are taken in
+    float32. With a weight of 16 bits the quotient is rounded to x's dtype and then multiplied, as the Llama family was trained; with a
+    weight of float32 the product is rounded, as Gemma and OLMo 2 were.
     """
     if x.dtype == torch.float32:
         return torch_rms_norm(x, weight.shape, weight, eps)
     wide = x.float()
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    if weight.dtype == torch.float32:
+        return (wide * weight).to(x.dtype)
     return wide.to(x.dtype) * weight

@@ -1,13 +1,18 @@
-"""Layers that decoders share, built from a `BuildContext`: token embedding, RMS norm, gated MLP."""
+"""Layers that decoders share, built from a `BuildContext`: token embedding, RMS norm, attention, gated MLP.
+
+Dimension letters: T tokens, H hidden size, HQ query heads, HK key and value heads, D head size.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import cast
 
 import torch
 from torch import nn
 
-from modelrunner.model_state import BuildContext
+from modelrunner.attention import BoundAttention
+from modelrunner.model_state import BuildContext, FullAttention
 
 
 class Embedding(nn.Module):
@@ -24,13 +29,17 @@ class Embedding(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm over the last dimension: `weight` [size]."""
+    """Root-mean-square norm over the last dimension: `weight` [size].
 
-    def __init__(self, ctx: BuildContext, size: int, eps: float) -> None:
+    wide: the weight is float32 whatever the model's type, and the result is rounded once, after it was applied.
+    """
+
+    def __init__(self, ctx: BuildContext, size: int, eps: float, *, wide: bool = False) -> None:
         super().__init__()
         self.ops = ctx.ops
         self.eps = eps
-        self.weight = nn.Parameter(torch.empty(size, dtype=ctx.dtype, device=ctx.device), requires_grad=False)
+        dtype = torch.float32 if wide else ctx.dtype
+        self.weight = nn.Parameter(torch.empty(size, dtype=dtype, device=ctx.device), requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return cast(torch.Tensor, self.ops.rms_norm(x, self.weight, self.eps))
@@ -41,15 +50,69 @@ class RMSNorm(nn.Module):
         return normed, total
 
 
-class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x)), gate and up in one product. Linears: `gate_up` (parts gate, up) and `down`."""
+class Attention(nn.Module):
+    """Self-attention with rotary positions. Linears: `qkv` (parts q, k, v) and `output`; with norms, `q_norm` and `k_norm`.
 
-    def __init__(self, ctx: BuildContext, hidden_size: int, intermediate_size: int, *, bias: bool = False) -> None:
+    group: the cache group that serves `layer`; it has the numbers of heads. norm: makes a norm of the size that it is given.
+    norm_all_heads: q and k are normed over all heads at once instead of each head by itself.
+    """
+
+    def __init__(
+        self,
+        ctx: BuildContext,
+        hidden_size: int,
+        group: FullAttention,
+        layer: int,
+        *,
+        qkv_bias: bool = False,
+        output_bias: bool = False,
+        norm: Callable[[int], RMSNorm] | None = None,
+        norm_all_heads: bool = False,
+    ) -> None:
         super().__init__()
         self.ops = ctx.ops
+        self.layer = layer
+        self.group = group.name
+        self.head_dim = group.head_dim
+        self.norm_all_heads = norm_all_heads
+        self.sizes = tuple(heads * group.head_dim for heads in (group.num_heads, group.num_kv_heads, group.num_kv_heads))
+        self.qkv = ctx.linear(hidden_size, self.sizes, bias=qkv_bias)
+        self.output = ctx.linear(self.sizes[0], hidden_size, bias=output_bias)
+        self.q_norm = norm(self.sizes[0] if norm_all_heads else group.head_dim) if norm is not None else None
+        self.k_norm = norm(self.sizes[1] if norm_all_heads else group.head_dim) if norm is not None else None
+
+    def forward(self, x: torch.Tensor, cos_sin: torch.Tensor, attention: Mapping[str, BoundAttention]) -> torch.Tensor:
+        """x: [T, H]. cos_sin: [T, rotary dimension], gathered for the step's positions. Returns [T, H]."""
+        q, k, v = self.qkv(x).split(self.sizes, -1)
+        if self.norm_all_heads:
+            q, k = self.normed(q, k)
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in (q, k, v))
+        if not self.norm_all_heads:
+            q, k = self.normed(q, k)
+        q, k = self.ops.apply_rope(q, k, None, cos_sin)
+        return cast(torch.Tensor, self.output(attention[self.group](q, k, v, self.layer)))
+
+    def normed(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """q and k under their norms, if there are any."""
+        return (q, k) if self.q_norm is None or self.k_norm is None else (self.q_norm(q), self.k_norm(k))
+
+
+class GatedMLP(nn.Module):
+    """down(act(gate(x)) * up(x)), gate and up in one product. Linears: `gate_up` (parts gate, up) and `down`.
+
+    activation: the operation that makes act(gate) * up of both.
+    """
+
+    def __init__(
+        self, ctx: BuildContext, hidden_size: int, intermediate_size: int, *, bias: bool = False, activation: str = "silu_mul"
+    ) -> None:
+        super().__init__()
+        self.ops = ctx.ops
+        self.activation = activation
         self.gate_up = ctx.linear(hidden_size, (intermediate_size, intermediate_size), bias=bias)
         self.down = ctx.linear(intermediate_size, hidden_size, bias=bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, hidden_size] -> [T, hidden_size]"""
-        return cast(torch.Tensor, self.down(self.ops.silu_mul(self.gate_up(x))))
+        activation = getattr(self.ops, self.activation)
+        return cast(torch.Tensor, self.down(activation(self.gate_up(x))))

@@ -1,4 +1,4 @@
-"""Rotary position embedding tables: default, linear, llama3 and yarn frequencies."""
+"""Rotary position embedding tables: default, linear, llama3, yarn and longrope frequencies."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ import torch
 from modelrunner.model_states.common.rope_spec import RopeSpec
 
 
-def inverse_frequencies(spec: RopeSpec) -> tuple[torch.Tensor, float]:
-    """Radians per position of each pair of components, [rotary_dim / 2] float32, and the factor on cosine and sine."""
+def inverse_frequencies(spec: RopeSpec, length: int = 0) -> tuple[torch.Tensor, float]:
+    """Radians per position of each pair of components, [rotary_dim / 2] float32, and the factor on cosine and sine.
+
+    length: tokens of the longest request, on which `longrope` depends; 0 stands for all that the model holds.
+    """
     exponents = torch.arange(0, spec.rotary_dim, 2, dtype=torch.int64).float() / spec.rotary_dim
     frequencies = 1.0 / spec.theta**exponents
     if spec.kind == "linear":
@@ -19,6 +22,8 @@ def inverse_frequencies(spec: RopeSpec) -> tuple[torch.Tensor, float]:
         return llama3_frequencies(frequencies, spec), 1.0
     if spec.kind == "yarn":
         return yarn_frequencies(frequencies, spec), yarn_attention_factor(spec)
+    if spec.kind == "longrope":
+        return frequencies / longrope_divisors(spec, length), longrope_attention_factor(spec)
     return frequencies, 1.0
 
 
@@ -59,6 +64,25 @@ def yarn_attention_factor(spec: RopeSpec) -> float:
         return float(given)
     over, under = spec.parameters.get("mscale"), spec.parameters.get("mscale_all_dim")
     return temperature(over) / temperature(under) if over and under else temperature(1.0)
+
+
+def longrope_divisors(spec: RopeSpec, length: int) -> torch.Tensor:
+    """LongRoPE (Ding et al. 2024, arXiv:2402.13753): how much slower each pair turns, [rotary_dim / 2] float32.
+
+    There is one set for contexts of the original length and one for longer ones. Cached keys cannot change sets when a request grows
+    past that length, so the longest request that the engine admits decides for all: keep `max_model_len` at the original length to
+    have the short set.
+    """
+    name = "long_factor" if (length or spec.max_position) > spec.original_length else "short_factor"
+    return torch.tensor(spec.parameters[name], dtype=torch.float32)
+
+
+def longrope_attention_factor(spec: RopeSpec) -> float:
+    """The factor on cosine and sine that goes with LongRoPE in Phi-3: sqrt(1 + ln(extension) / ln(original length))."""
+    given = spec.parameters.get("attention_factor")
+    if given is not None:
+        return float(given)
+    return math.sqrt(1 + math.log(spec.factor) / math.log(spec.original_length)) if spec.factor > 1 else 1.0
 
 
 def cos_sin_table(frequencies: torch.Tensor, scaling: float, length: int, device: torch.device | None = None) -> torch.Tensor:

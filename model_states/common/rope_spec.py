@@ -9,7 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-KNOWN = ("default", "linear", "llama3", "yarn")
+KNOWN = ("default", "linear", "llama3", "yarn", "longrope")
+OLDER_NAMES = {"su": "longrope"}
+REQUIRED = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "longrope": ("short_factor", "long_factor"),
+}
 
 
 @dataclass(frozen=True)
@@ -55,17 +61,27 @@ def rope_spec(config: Mapping[str, Any], head_dim: int) -> RopeSpec:
     if per_layer:
         raise ValueError(f"rope_parameters differ by layer type ({', '.join(per_layer)}); one set for all layers is supported")
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    kind = OLDER_NAMES.get(kind, kind)
     if kind not in KNOWN:
         raise ValueError(f"rope_type is {kind!r}; supported are {', '.join(KNOWN)}")
-    required = {"linear": ["factor"], "llama3": ["factor", "low_freq_factor", "high_freq_factor"]}
-    absent = [name for name in required.get(kind, []) if parameters.get(name) is None]
+    absent = [name for name in REQUIRED.get(kind, ()) if parameters.get(name) is None]
     if absent:
         raise ValueError(f"rope_type is {kind!r}, which needs {', '.join(absent)} in rope_parameters; found {sorted(parameters)}")
-    partial = parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    rotary_dim = int(head_dim * float(parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0))
+    if kind == "longrope":
+        parameters["original_max_position_embeddings"] = original_length(config, parameters)
+        wrong = {name: len(parameters[name]) for name in REQUIRED[kind] if len(parameters[name]) != rotary_dim // 2}
+        if wrong:
+            raise ValueError(f"rope_parameters have {wrong} entries; {rotary_dim // 2} are needed, one for each pair of components")
     return RopeSpec(
         kind=kind,
         theta=float(parameters.get("rope_theta") or 10000.0),
-        rotary_dim=int(head_dim * float(partial)),
+        rotary_dim=rotary_dim,
         max_position=int(config["max_position_embeddings"]),
         parameters=parameters,
     )
+
+
+def original_length(config: Mapping[str, Any], parameters: Mapping[str, Any]) -> int | None:
+    """Tokens of the original context; Phi-3 says it outside the rope's own fields."""
+    return config.get("original_max_position_embeddings") or parameters.get("original_max_position_embeddings")

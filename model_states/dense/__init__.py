@@ -1,4 +1,4 @@
-"""Plugin: dense decoders with RMS norm, rotary positions and gated MLPs (Llama, SmolLM2, Mistral, Qwen2, Qwen3)."""
+"""Plugin: dense decoders with RMS norm, rotary positions and gated MLPs (Llama, SmolLM2, Mistral, Phi-3, Qwen2, Qwen3)."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ if TYPE_CHECKING:
 
 MODELRUNNER_API = ">=1,<2"
 
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Phi3ForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 
 @hookimpl
 def model_state(card: ModelCard) -> Offer[type[ModelState]] | Decline:
-    from modelrunner.model_states.dense.config import architecture_of, dense_config
+    from modelrunner.model_states.common.card import architecture_of
+    from modelrunner.model_states.dense.config import dense_config
 
     architecture = architecture_of(card)
     if architecture not in ARCHITECTURES:

@@ -7,14 +7,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from modelrunner.checkpoint import ModelCard
+from modelrunner.model_states.common.card import FULL, SLIDING, architecture_of, head_counts, positive, windows_of
 from modelrunner.model_states.common.rope_spec import RopeSpec, rope_spec
 
 ACTIVATIONS = ("silu", "swish")
+ALWAYS_SLIDING = ("MistralForCausalLM", "Phi3ForCausalLM")  # in all layers, when they have a window
+PARTLY_ROTARY = ("Phi3ForCausalLM",)
+WITHOUT_BIAS = ("MistralForCausalLM", "Phi3ForCausalLM")
 
 
 @dataclass(frozen=True)
 class DenseConfig:
-    """windows: for each layer the tokens that a query sees, itself included, or None for all. tied: the head shares the embedding."""
+    """windows: for each layer the tokens that a query sees, itself included, or None for all. tied: the head shares the embedding.
+    fused: the checkpoint stores q, k and v, and gate and up, as one tensor each.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -29,22 +35,9 @@ class DenseConfig:
     output_bias: bool
     mlp_bias: bool
     qk_norm: bool
+    fused: bool
     windows: tuple[int | None, ...]
     rope: RopeSpec
-
-    def group_of(self, layer: int) -> str:
-        """Name of the cache group that serves `layer`."""
-        return "full" if self.windows[layer] is None else "sliding"
-
-    @property
-    def window(self) -> int | None:
-        """The sliding layers' window in tokens; None when there are none."""
-        return next((window for window in self.windows if window is not None), None)
-
-
-def architecture_of(card: ModelCard) -> str:
-    """The transformers class name that the card asks for; empty when it names none."""
-    return next(iter(card.config.get("architectures") or card.architectures), "")
 
 
 def dense_config(card: ModelCard) -> DenseConfig:
@@ -54,20 +47,19 @@ def dense_config(card: ModelCard) -> DenseConfig:
     activation = config.get("hidden_act", "silu")
     if activation not in ACTIVATIONS:
         raise ValueError(f"{card.name}: hidden_act is {activation!r}; dense models run with {' or '.join(ACTIVATIONS)}")
-    hidden, layers, heads = (positive(card, field) for field in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
-    kv_heads = int(config.get("num_key_value_heads") or heads)
-    if heads % kv_heads:
-        raise ValueError(f"{card.name}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+    hidden, layers = positive(card, "hidden_size"), positive(card, "num_hidden_layers")
+    heads, kv_heads = head_counts(card)
     head_dim = int(config.get("head_dim") or hidden // heads)
     try:
         rope = rope_spec({"max_position_embeddings": positive(card, "max_position_embeddings"), **config}, head_dim)
     except ValueError as error:
         raise ValueError(f"{card.name}: {error}") from error
-    if rope.rotary_dim != head_dim:
+    if rope.rotary_dim != head_dim and architecture not in PARTLY_ROTARY:
         raise ValueError(
-            f"{card.name}: partial_rotary_factor makes {rope.rotary_dim} of {head_dim} components rotate; dense models rotate all"
+            f"{card.name}: partial_rotary_factor makes {rope.rotary_dim} of {head_dim} components rotate; "
+            f"of dense models only {', '.join(PARTLY_ROTARY)} rotate a part"
         )
-    attention_bias = bool(config.get("attention_bias", False)) and architecture != "MistralForCausalLM"
+    attention_bias = bool(config.get("attention_bias", False)) and architecture not in WITHOUT_BIAS
     return DenseConfig(
         vocab_size=positive(card, "vocab_size"),
         hidden_size=hidden,
@@ -82,34 +74,22 @@ def dense_config(card: ModelCard) -> DenseConfig:
         output_bias=architecture != "Qwen2ForCausalLM" and attention_bias,
         mlp_bias=architecture == "LlamaForCausalLM" and bool(config.get("mlp_bias", False)),
         qk_norm=architecture == "Qwen3ForCausalLM",
+        fused=architecture == "Phi3ForCausalLM",
         windows=layer_windows(card, config, architecture, layers),
         rope=rope,
     )
 
 
-def positive(card: ModelCard, field: str) -> int:
-    """A required count of the configuration."""
-    value = card.config.get(field)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{card.name}: {field} is {value!r} in the configuration; a whole number above 0 is needed")
-    return value
-
-
 def layer_windows(card: ModelCard, config: Mapping[str, Any], architecture: str, layers: int) -> tuple[int | None, ...]:
-    """Each layer's window. Mistral slides in all layers; Qwen in those that `layer_types` names, or from `max_window_layers` on."""
+    """Each layer's window. Mistral and Phi-3 slide in all layers; Qwen in those of `layer_types`, or from `max_window_layers` on."""
     window = config.get("sliding_window")
     if architecture.startswith("Qwen") and not config.get("use_sliding_window", False):
         window = None
     if architecture == "LlamaForCausalLM" or window is None:
-        types = ["full_attention"] * layers
-    elif architecture == "MistralForCausalLM":
-        types = ["sliding_attention"] * layers
+        types = [FULL] * layers
+    elif architecture in ALWAYS_SLIDING:
+        types = [SLIDING] * layers
     else:
         first = int(config.get("max_window_layers", layers))
-        types = config.get("layer_types") or ["sliding_attention" if layer >= first else "full_attention" for layer in range(layers)]
-    unknown = sorted(set(types) - {"full_attention", "sliding_attention"})
-    if unknown or len(types) != layers:
-        raise ValueError(
-            f"{card.name}: layer_types has {len(types)} entries for {layers} layers, and these kinds that dense models lack: {unknown}"
-        )
-    return tuple(int(window) if kind == "sliding_attention" and window is not None else None for kind in types)
+        types = config.get("layer_types") or [SLIDING if layer >= first else FULL for layer in range(layers)]
+    return windows_of(card, types, layers, None if window is None else int(window), "dense")

@@ -1,42 +1,24 @@
-"""The decoder's layers. Dimension letters: T tokens, H hidden size, HQ query heads, HK key and value heads, D head size."""
+"""The decoder's layers. Dimension letters: T tokens, H hidden size, D rotary dimension."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import cast
+from functools import partial
 
 import torch
 from torch import nn
 
 from modelrunner.attention import BoundAttention
-from modelrunner.model_state import BuildContext, Tap
-from modelrunner.model_states.common.layers import Embedding, GatedMLP, RMSNorm
+from modelrunner.model_state import BuildContext, FullAttention, Tap
+from modelrunner.model_states.common.groups import group_of_layer, window_groups
+from modelrunner.model_states.common.layers import Attention, Embedding, GatedMLP, RMSNorm
 from modelrunner.model_states.common.rope import cos_sin_table, inverse_frequencies
 from modelrunner.model_states.dense.config import DenseConfig
 
 
-class Attention(nn.Module):
-    """Self-attention. Linears: `qkv` (parts q, k, v) and `output`; with q/k norms, `q_norm` and `k_norm` over each head."""
-
-    def __init__(self, ctx: BuildContext, config: DenseConfig, layer: int) -> None:
-        super().__init__()
-        self.ops = ctx.ops
-        self.layer = layer
-        self.group = config.group_of(layer)
-        self.head_dim = config.head_dim
-        self.sizes = (config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim, config.num_kv_heads * config.head_dim)
-        self.qkv = ctx.linear(config.hidden_size, self.sizes, bias=config.qkv_bias)
-        self.output = ctx.linear(self.sizes[0], config.hidden_size, bias=config.output_bias)
-        self.q_norm = RMSNorm(ctx, config.head_dim, config.eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(ctx, config.head_dim, config.eps) if config.qk_norm else None
-
-    def forward(self, x: torch.Tensor, cos_sin: torch.Tensor, attention: Mapping[str, BoundAttention]) -> torch.Tensor:
-        """x: [T, H]. cos_sin: [T, D], gathered for the step's positions. Returns [T, H]."""
-        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv(x).split(self.sizes, -1))
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = self.ops.apply_rope(q, k, None, cos_sin)
-        return cast(torch.Tensor, self.output(attention[self.group](q, k, v, self.layer)))
+def cache_groups(config: DenseConfig) -> tuple[FullAttention, ...]:
+    """The groups `full` and `sliding`, whichever there are."""
+    return window_groups(config.windows, config.num_heads, config.num_kv_heads, config.head_dim, config.head_dim**-0.5)
 
 
 class DecoderLayer(nn.Module):
@@ -45,7 +27,15 @@ class DecoderLayer(nn.Module):
     def __init__(self, ctx: BuildContext, config: DenseConfig, layer: int) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(ctx, config.hidden_size, config.eps)
-        self.attention = Attention(ctx, config, layer)
+        self.attention = Attention(
+            ctx,
+            config.hidden_size,
+            group_of_layer(cache_groups(config), layer),
+            layer,
+            qkv_bias=config.qkv_bias,
+            output_bias=config.output_bias,
+            norm=partial(RMSNorm, ctx, eps=config.eps) if config.qk_norm else None,
+        )
         self.mlp_norm = RMSNorm(ctx, config.hidden_size, config.eps)
         self.mlp = GatedMLP(ctx, config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
 
@@ -62,7 +52,7 @@ class DenseModel(nn.Module):
         self.layers = nn.ModuleList(self.stack)
         self.norm = RMSNorm(ctx, config.hidden_size, config.eps)
         self.head = ctx.linear(config.hidden_size, config.vocab_size, tied=self.embed.weight if config.tied else None)
-        self.register_buffer("cos_sin", cos_sin_table(*inverse_frequencies(config.rope), max_length, ctx.device))
+        self.register_buffer("cos_sin", cos_sin_table(*inverse_frequencies(config.rope, max_length), max_length, ctx.device))
 
     def forward(self, hidden: torch.Tensor, positions: torch.Tensor, attention: Mapping[str, BoundAttention], tap: Tap) -> torch.Tensor:
         """hidden: [T, H] embeddings. Returns [T, H], normalised."""

@@ -1,4 +1,4 @@
-"""The dense ModelState: Llama, SmolLM2, Mistral, Qwen2, Qwen3."""
+"""The dense ModelState: Llama, SmolLM2, Mistral, Phi-3, Qwen2, Qwen3."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 from modelrunner.attention import BoundAttention
 from modelrunner.batch import Batch
 from modelrunner.checkpoint import ModelCard
-from modelrunner.model_state import BuildContext, CacheGroup, FullAttention, ModelState, Needs, No, SlidingWindow, Tap, Yes
+from modelrunner.model_state import BuildContext, ModelState, Needs, No, Tap, Yes
 from modelrunner.model_states.dense.config import DenseConfig, dense_config
-from modelrunner.model_states.dense.layers import DenseModel
+from modelrunner.model_states.dense.layers import DenseModel, cache_groups
 from modelrunner.model_states.dense.weights import dense_weight_map
 from modelrunner.settings import RunnerSettings
 from modelrunner.weights import WeightMap
@@ -71,17 +71,3 @@ class DenseState(ModelState):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return cast(torch.Tensor, self.module.head(hidden))
-
-
-def cache_groups(config: DenseConfig) -> tuple[CacheGroup, ...]:
-    """One group for the layers that see everything, one for those that see a window; whichever there are."""
-    shape = (config.num_heads, config.num_kv_heads, config.head_dim, config.head_dim**-0.5)
-    layers = range(config.num_layers)
-    full = tuple(layer for layer in layers if config.windows[layer] is None)
-    sliding = tuple(layer for layer in layers if config.windows[layer] is not None)
-    groups: list[CacheGroup] = []
-    if full:
-        groups.append(FullAttention("full", full, *shape))
-    if sliding and config.window is not None:
-        groups.append(SlidingWindow("sliding", sliding, *shape, window_size=config.window))
-    return tuple(groups)

@@ -45,7 +45,12 @@ def test_takes_its_architectures():
         ({"hidden_size": None}, "hidden_size is None in the configuration"),
         ({"vocab_size": "many"}, "vocab_size is 'many'"),
         ({"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
-        ({"rope_scaling": {"rope_type": "longrope"}}, "rope_type is 'longrope'; supported are default, linear, llama3, yarn"),
+        ({"rope_scaling": {"rope_type": "axial"}}, "rope_type is 'axial'; supported are default, linear, llama3, yarn, longrope"),
+        ({"rope_scaling": {"type": "su"}}, "rope_type is 'longrope', which needs short_factor, long_factor in rope_parameters"),
+        (
+            {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 5}},
+            "rope_parameters have {'long_factor': 5} entries; 4 are needed",
+        ),
         ({"rope_scaling": {"type": "dynamic", "factor": 2}}, "rope_type is 'dynamic'"),
         ({"rope_scaling": {"type": "linear"}}, "which needs factor in rope_parameters"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "differ by layer type"),
@@ -77,6 +82,7 @@ def test_declines_name_the_field(fields, reason):
         ({"sliding_window": 4}, [None] * 3),  # Llama has none
         ({"architectures": ["MistralForCausalLM"], "sliding_window": 4}, [4] * 3),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, [None] * 3),
+        ({"architectures": ["Phi3ForCausalLM"], "sliding_window": 4}, [4] * 3),
         ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 4, "max_window_layers": 1}, [None] * 3),
         ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 4, "max_window_layers": 2, "use_sliding_window": True}, [None, None, 4]),
     ],

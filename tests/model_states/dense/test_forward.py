@@ -23,6 +23,10 @@ LLAMA3 = {
 }
 YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 32}
 
+# transformers takes the long set for a sequence longer than the original context, as all compared ones are.
+LONGROPE = {"rope_type": "longrope", "rope_theta": 100.0, "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.5, 2.0, 3.0, 4.5]}
+PHI3 = {"pad_token_id": 0}  # the default lies outside the tiny vocabulary
+
 VARIANTS = {
     "llama": ("llama", {}),
     "llama, tied, wide heads": ("llama", {"tie_word_embeddings": True, "head_dim": 16}),
@@ -34,6 +38,10 @@ VARIANTS = {
     "llama, yarn, attention factor": ("llama", {"rope_parameters": {**YARN, "attention_factor": 1.4}}),
     "mistral, no window": ("mistral", {"sliding_window": None}),
     "mistral, window": ("mistral", {"sliding_window": 7, "head_dim": 12}),
+    "phi3": ("phi3", PHI3),
+    "phi3, window": ("phi3", {**PHI3, "sliding_window": 7, "tie_word_embeddings": True}),
+    "phi3, rotates three quarters": ("phi3", {**PHI3, "rope_parameters": {"rope_theta": 100.0, "partial_rotary_factor": 0.75}}),
+    "phi3, longrope": ("phi3", {**PHI3, "rope_parameters": LONGROPE, "original_max_position_embeddings": 16}),
     "qwen2": ("qwen2", {}),
     "qwen2, tied": ("qwen2", {"tie_word_embeddings": True}),
     "qwen2, upper layers slide": ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
@@ -104,6 +112,27 @@ def test_windows_make_two_cache_groups(make_oracle, save, load):
     model_type, fields = VARIANTS["qwen3, biases, layer types"]
     groups = {group.name: group for group in load(SafetensorsReader(save(make_oracle(model_type, **fields)), "tiny")).needs.cache_groups}
     assert {name: (group.layers, group.window) for name, group in groups.items()} == {"full": ((1,), None), "sliding": ((0, 2), 6)}
+
+
+def test_longrope_is_short_while_requests_are(make_oracle, save, load):
+    """Within the original context transformers takes the short set, and so do we when no request may be longer."""
+    model = make_oracle("phi3", **{**PHI3, "rope_parameters": LONGROPE, "original_max_position_embeddings": 64})
+    with torch.no_grad():
+        want = model(torch.tensor([IDS])).logits[0]
+    reader = SafetensorsReader(save(model), "tiny")
+    torch.testing.assert_close(load(reader, max_model_len=64).logits(IDS), want, rtol=1e-4, atol=1e-4)
+    assert (load(reader, max_model_len=65).logits(IDS) - want).abs().max() > 0.1
+
+
+def test_fused_projections_must_fit(make_oracle, save, load):
+    """A fused tensor with rows to spare is refused, not cut."""
+    folder = save(make_oracle("phi3", **PHI3))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_key_value_heads": 1}))
+    with pytest.raises(
+        CheckpointError, match=r"qkv_proj.weight -> layers.0.attention.qkv: shape \(64, 32\) for all parts; 32 \+ 8 \+ 8 = 48 rows"
+    ):
+        load(SafetensorsReader(folder, "tiny"))
 
 
 @pytest.mark.parametrize(
