@@ -1,0 +1,31 @@
+"""Where the tensors of a Gemma 3 checkpoint go. Names are the Hugging Face ones."""
+
+from __future__ import annotations
+
+import torch
+
+from modelrunner.model_states.common.decoder_weights import HEAD_NORMS, ignored_names, layer_targets, outer_targets
+from modelrunner.model_states.gemma3.config import Gemma3Config
+from modelrunner.weights import WeightMap
+
+NORMS = {
+    "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "attention_post_norm",
+    "pre_feedforward_layernorm": "mlp_norm",
+    "post_feedforward_layernorm": "mlp_post_norm",
+    **HEAD_NORMS,
+}
+
+
+def plus_one(weight: torch.Tensor) -> torch.Tensor:
+    """The factor of a norm, in float32; checkpoints store its distance from one."""
+    return weight.float() + 1.0
+
+
+def gemma3_weight_map(config: Gemma3Config) -> WeightMap:
+    """The weight map of a checkpoint with this configuration."""
+    names = outer_targets(config.tied, plus_one)
+    biased = ("attention.qkv", "attention.output") if config.bias else ()
+    for layer in range(config.num_layers):
+        names.update(layer_targets(layer, NORMS, biased=biased, norm_transform=plus_one))
+    return WeightMap(names, ignored_names(config.num_layers, config.tied))
