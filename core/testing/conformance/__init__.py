@@ -5,7 +5,7 @@ This package needs pytest; `modelrunner.testing` itself does not.
 
 import pytest
 
-for _module in ("lab", "trace", "model_state"):
+for _module in ("case", "lab", "model_state", "promises", "touch", "trace", "values"):
     pytest.register_assert_rewrite(f"{__name__}.{_module}")
 
 from modelrunner.testing.conformance.lab import Reference, transformers_checkpoint, transformers_reference  # noqa: E402

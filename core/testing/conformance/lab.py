@@ -11,10 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from modelrunner.assemble import Chooser, open_checkpoint
 from modelrunner.hookspecs import hookimpl
 from modelrunner.model_state import ModelState, No, Yes
 from modelrunner.offers import Offer
@@ -26,26 +27,13 @@ from modelrunner.testing.subjects import options
 
 if TYPE_CHECKING:
     from modelrunner.engine import Engine
+    from modelrunner.testing.conformance.case import StateCase
 
 Reference = Callable[[Sequence[int]], torch.Tensor]
 """Token ids of one sequence -> its logits [length, vocabulary] of any float type, the i-th line for the token that follows i + 1 tokens."""
 
 NEAR_TIE = 1e-4
 FEATURES = ("prefix_cache", "chunked_prefill", "speculation", "prompt_logprobs", "graphs", "taps")
-
-
-class ModelStateCase(Protocol):
-    """What a conformance class says of the state that it tests: see `ModelStateConformance`."""
-
-    model_state: type[ModelState] | str
-    plugins: Sequence[object]
-    settings: Mapping[str, Any]
-    page_size: int
-    max_tokens: int
-
-    def checkpoint(self, folder: Path, seed: int) -> None: ...
-
-    def reference(self, folder: Path) -> Reference: ...
 
 
 class StatePlugin:
@@ -72,7 +60,7 @@ class Plain:
 class Lab:
     """Checkpoints by seed, and what is worked out from them. Engines are fresh at each call; everything else is made once."""
 
-    def __init__(self, case: ModelStateCase) -> None:
+    def __init__(self, case: StateCase) -> None:
         self.case = case
         self.root = Path(tempfile.mkdtemp(prefix="modelrunner-conformance-"))
         atexit.register(shutil.rmtree, self.root, ignore_errors=True)
@@ -118,7 +106,7 @@ class Lab:
 
     # ---- engines -----------------------------------------------------------------------------------------------------
 
-    def settings(self, seed: int = 0, more: Mapping[str, Any] | None = None, **short: Any) -> dict[str, Any]:
+    def settings(self, more: Mapping[str, Any] | None = None, seed: int = 0, **short: Any) -> dict[str, Any]:
         """Settings of an engine on the checkpoint. more: dotted names. short: see `modelrunner.testing.options`."""
         short = {"page_size": self.case.page_size, "rows": 4, "pages": 256, "tokens": 512} | short
         model = {"name": str(self.checkpoint(seed)), "skip_tokenizer_init": True}
@@ -136,15 +124,19 @@ class Lab:
             warnings.filterwarnings("ignore", message=".*max_model_len.*")  # small caches are meant
             return Engine(settings, plugins=(*own, *self.case.plugins))
 
-    def engine(self, seed: int = 0, more: Mapping[str, Any] | None = None, **short: Any) -> Engine:
+    def engine(self, more: Mapping[str, Any] | None = None, *, seed: int = 0, **short: Any) -> Engine:
         """An engine on the checkpoint; features are on if the state supports them, unless `short` says otherwise."""
         for name, feature in (("prefix", "prefix_cache"), ("chunked", "chunked_prefill")):
             if name not in short:
                 short[name] = self.works(feature)
-        return self.start(self.settings(seed, more, **short))
+        return self.start(self.settings(more, seed, **short))
 
     def run(
-        self, engine: Engine, prompts: Sequence[Sequence[int]], probe: Callable[[Driver, EngineProbe], None] | None = None
+        self,
+        engine: Engine,
+        prompts: Sequence[Sequence[int]],
+        probe: Callable[[Driver, EngineProbe], None] | None = None,
+        max_tokens: int | None = None,
     ) -> list[list[int]]:
         """Greedy output ids of the prompts, all submitted at once; the engine's books are checked after each step.
 
@@ -152,7 +144,7 @@ class Lab:
         """
         driver = Driver(engine)
         hooks = EngineProbe(driver) if probe is not None else None
-        params = SamplingParams(temperature=0, max_tokens=self.case.max_tokens, ignore_eos=True)
+        params = SamplingParams(temperature=0, max_tokens=max_tokens or self.case.max_tokens, ignore_eos=True)
         for number, prompt in enumerate(prompts):
             driver.add(str(number), prompt, params)
         while engine.has_unfinished():
@@ -164,6 +156,12 @@ class Lab:
         broken = [(number, result.finish_reason) for number, result in enumerate(results) if result.finish_reason != "length"]
         assert not broken, f"requests (number, finish reason) did not run to their length; `error` means that no logit was finite: {broken}"
         return [list(result.token_ids) for result in results]
+
+    def load_version(self, engine: Engine, seed: int) -> None:
+        """Load the weights of the checkpoint `seed` into a running engine, as a new version."""
+        settings = self.engine(seed=seed).settings
+        reader, _ = open_checkpoint(Chooser(engine.assembly.manager, settings))
+        engine.update_weights(reader.tensors(), version=f"seed {seed}")
 
     # ---- comparing ---------------------------------------------------------------------------------------------------
 
@@ -184,10 +182,11 @@ def transformers_checkpoint(config: Mapping[str, Any], folder: Path, seed: int) 
     from transformers import AutoConfig, AutoModelForCausalLM
 
     fields = copy.deepcopy(dict(config))
+    model_class: Any = AutoModelForCausalLM
     made: Any = AutoConfig.for_model(fields.pop("model_type"), **fields)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model: Any = AutoModelForCausalLM.from_config(made, attn_implementation="eager", dtype=torch.float32)
+        model: Any = model_class.from_config(made, attn_implementation="eager", dtype=torch.float32)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
