@@ -9,17 +9,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from modelrunner.async_llm import AsyncLLM
     from modelrunner.engine import Engine
     from modelrunner.hookspecs import hookimpl
     from modelrunner.llm import LLM
+    from modelrunner.observers import Observer, RequestFinish, RequestStart, StepReport
     from modelrunner.offers import Decline, Offer
     from modelrunner.request import CompletionOutput, OutputKind, RequestOutput, SamplingParams
     from modelrunner.settings import RunnerSettings
+    from modelrunner.taps import ModelInfo, Result, Tap
 
 __version__ = "0.1.0"
 
 _EXPORTS = {
     "LLM": "llm",
+    "AsyncLLM": "async_llm",
     "Engine": "engine",
     "SamplingParams": "request",
     "RequestOutput": "request",
@@ -29,18 +33,33 @@ _EXPORTS = {
     "Offer": "offers",
     "Decline": "offers",
     "hookimpl": "hookspecs",
+    "Tap": "taps",
+    "Result": "taps",
+    "ModelInfo": "taps",
+    "Observer": "observers",
+    "StepReport": "observers",
+    "RequestStart": "observers",
+    "RequestFinish": "observers",
 }
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "CompletionOutput",
     "Decline",
     "Engine",
+    "ModelInfo",
+    "Observer",
     "Offer",
     "OutputKind",
+    "RequestFinish",
     "RequestOutput",
+    "RequestStart",
+    "Result",
     "RunnerSettings",
     "SamplingParams",
+    "StepReport",
+    "Tap",
     "hookimpl",
 ]
 

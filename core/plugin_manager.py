@@ -263,9 +263,7 @@ class PluginManager:
         repair = "Repair or uninstall it, or leave it out with MODELRUNNER_DISABLE_PLUGINS={}"
         messages = [*self._notices, *(f"{failure}. {repair.format(failure.plugin)}" for failure in self.failures)]
         for message in messages:
-            if message not in _warned:
-                _warned.add(message)
-                warnings.warn(message, PluginWarning, stacklevel=2)
+            warn_once(message)
 
     def describe(self) -> list[PluginInfo]:
         """Every plugin found, in loading order, then those that are left out."""
@@ -300,6 +298,13 @@ def _info(candidate: Candidate, state: Any, *, hooks: tuple[str, ...] = (), api:
         error,
         candidate.location,
     )
+
+
+def warn_once(message: str) -> None:
+    """Warn (PluginWarning) of `message`, once per process."""
+    if message not in _warned:
+        _warned.add(message)
+        warnings.warn(message, PluginWarning, stacklevel=3)
 
 
 def forget() -> None:

@@ -33,6 +33,7 @@ __all__ = [
     "LinearSettings",
     "ModelSettings",
     "PinSettings",
+    "ProcessSettings",
     "Resolved",
     "RunnerSettings",
     "SamplerSettings",
@@ -175,6 +176,13 @@ class GraphSettings(Section):
         return sizes
 
 
+class ProcessSettings(Section):
+    """The engine process behind AsyncLLM."""
+
+    stall_limit: float = Field(default=60.0, gt=0)
+    """Seconds without a token, while requests are open, or without a word, while there are none, after which the engine is not healthy."""
+
+
 class PinSettings(Section):
     """Offers taken by name, one field for each hook that asks for offers; none lets the core choose by fit."""
 
@@ -243,6 +251,8 @@ class RunnerSettings(BaseSettings):
     """Capacities of the sampler's columns."""
     graphs: GraphSettings = GraphSettings()
     """Captured graphs and the batch shapes that they are padded to."""
+    process: ProcessSettings = ProcessSettings()
+    """The engine process behind AsyncLLM."""
     pin: PinSettings = PinSettings()
     """Offers taken by name."""
     plugin: PluginSections = PluginSections()

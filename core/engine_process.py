@@ -1,0 +1,311 @@
+"""The engine process: an `Engine` behind two sockets. It knows token ids only; text is the front end's.
+
+`engine_link.EngineLink` starts it. Its loop takes all commands that have come, runs one step, and reports what the step brought in one
+message. With nothing to do it sleeps until a command comes, and says once a second that it is there. It ends when told to, when the
+engine fails, and when the process that started it is gone, however that ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import zmq
+
+from modelrunner import errors
+from modelrunner.errors import PluginError, RequestError
+from modelrunner.messages import (
+    Abort,
+    Add,
+    Ended,
+    EngineStats,
+    Facts,
+    Failed,
+    Greet,
+    Hello,
+    Ready,
+    Refused,
+    Report,
+    Stop,
+    Turn,
+    decode_command,
+    encode,
+)
+
+if TYPE_CHECKING:
+    from modelrunner.engine import Engine
+    from modelrunner.request import RequestOutput
+
+IDLE_SECONDS = 1.0  # a word at least this often while there is nothing to do
+STUCK_SECONDS = 0.01  # pause after a step in which nothing could run, so that the loop does not spin
+QUIET_SECONDS = 0.05  # between messages that bring counters only
+LINGER_MS = 5000  # to deliver the last message
+PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Start:
+    """What the process is given on its standard input. parent: process id. plugins: pickled, since reading them imports their modules."""
+
+    parent: int
+    commands: str
+    reports: str
+    arguments: dict[str, Any]
+    plugins: bytes
+
+
+class EngineLoop:
+    """Runs an engine for a front end. inbox, outbox: PULL and PUSH sockets."""
+
+    def __init__(self, engine: Engine, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes]) -> None:
+        self.engine = engine
+        self._inbox, self._outbox = inbox, outbox
+        self._numbers: dict[str, int] = {}  # request id -> number, of requests whose end was not reported
+        self._ids: dict[int, str] = {}
+        self._aborted: dict[str, str] = {}  # request id -> reason to count, of requests that the front end ended
+        self._facts: dict[int, Facts] = {}
+        self._finished: Counter[str] = Counter()
+        self._turns = 0
+        self._stuck = False
+        self._sent_at = 0.0
+        self._turn = Turn(self.stats())
+
+    def run(self) -> None:
+        """Until `Stop`. Raises what the engine cannot go on after."""
+        while self._take_commands(self._patience()):
+            self._step()
+            self._report()
+
+    def stats(self) -> EngineStats:
+        scheduler = self.engine.scheduler
+        pool, counts = scheduler.pool, scheduler.stats
+        return EngineStats(
+            running=scheduler.num_running,
+            waiting=scheduler.num_waiting,
+            pages_used=pool.capacity - pool.available,
+            pages_total=pool.capacity,
+            turns=self._turns,
+            steps=counts.steps,
+            preemptions=counts.preemptions,
+            prompt_tokens=counts.prompt_tokens,
+            cached_tokens=counts.cached_tokens,
+            computed_tokens=counts.computed_tokens,
+            generated_tokens=counts.generated_tokens,
+            finished=dict(self._finished),
+        )
+
+    # ---- commands ------------------------------------------------------------------------------------------------
+
+    def _patience(self) -> float:
+        """Seconds to wait for a command before the next turn."""
+        if not self.engine.has_unfinished():
+            return IDLE_SECONDS
+        return STUCK_SECONDS if self._stuck else 0.0
+
+    def _take_commands(self, seconds: float) -> bool:
+        """Carry out what has come; wait for the first that long. False after `Stop`."""
+        if not self._inbox.poll(round(seconds * 1000)):
+            return True
+        with contextlib.suppress(zmq.Again):
+            while True:
+                command = decode_command(self._inbox.recv(zmq.NOBLOCK))
+                if isinstance(command, Stop):
+                    return False
+                if isinstance(command, Add):
+                    self._add(command)
+                elif isinstance(command, Abort):
+                    self._abort(command)
+        return True
+
+    def _add(self, command: Add) -> None:
+        from modelrunner.engine import EngineError
+        from modelrunner.sampling_params import SamplingParams
+
+        name = command.request_id
+        if name in self._aborted:
+            self._step()  # it reports the end of the request that had this id
+        deadline = None if command.deadline is None else max(command.deadline - time.monotonic(), 1e-6)
+        try:
+            self.engine.add_request(
+                name,
+                command.prompt,
+                SamplingParams(**command.params),
+                priority=command.priority,
+                deadline=deadline,
+                cache_salt=command.cache_salt,
+            )
+        except EngineError:
+            raise
+        except Exception as error:
+            self._refuse(command.number, error)
+            return
+        self._numbers[name] = command.number
+        self._ids[command.number] = name
+
+    def _abort(self, command: Abort) -> None:
+        if (name := self._ids.get(command.number)) is not None:
+            self._aborted[name] = "stop" if command.stopped else "abort"
+            self.engine.abort(name)
+
+    def _refuse(self, number: int, error: Exception) -> None:
+        known = isinstance(error, RequestError)
+        text = str(error) if known else f"request not taken: {type(error).__name__}: {error}"
+        self._turn.refused.append(Refused(number, "RequestError" if known else "EngineError", text))
+
+    # ---- a turn --------------------------------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        from modelrunner.engine import EngineError
+
+        self._turns += 1
+        self._stuck = False
+        if not self.engine.has_unfinished():
+            return
+        scheduler = self.engine.scheduler
+        before = scheduler.stats.steps
+        try:
+            outputs = self.engine.step()
+        except EngineError:
+            raise
+        except Exception as error:
+            self._give_up_requests(error)
+            return
+        for output in outputs:
+            self._note(output)
+        self._stuck = not outputs and scheduler.stats.steps == before and not scheduler.num_in_flight
+
+    def _give_up_requests(self, error: Exception) -> None:
+        """A step could not be launched and was undone. Which request is to blame is unknown: all end, and the engine goes on."""
+        traceback.print_exception(error)
+        text = f"a step could not be launched: {type(error).__name__}: {error}"
+        for number, name in self._ids.items():
+            self._turn.refused.append(Refused(number, "EngineError", text))
+            self._finished["error"] += 1
+            self.engine.abort(name)
+        self._numbers.clear()
+        self._ids.clear()
+        self._facts.clear()
+        self._aborted.clear()
+        while self.engine.has_unfinished():
+            self.engine.step()
+
+    def _note(self, output: RequestOutput) -> None:
+        """Put an engine's output, which holds what is new, into the message."""
+        number, completion, turn = self._numbers[output.request_id], output.outputs[0], self._turn
+        if count := len(completion.token_ids):
+            turn.numbers.append(number)
+            turn.counts.append(count)
+            turn.tokens.extend(completion.token_ids)
+            turn.extra.append(dict(completion.extra))
+        metrics = output.metrics
+        facts = Facts(number, metrics.first_token_time, output.num_cached_tokens, metrics.num_preemptions, output.weight_version)
+        if self._facts.get(number) != facts:
+            self._facts[number] = facts
+            turn.facts.append(facts)
+        if completion.finish_reason is not None:
+            turn.ended.append(Ended(number, completion.finish_reason, completion.stop_reason))
+            self._finished[self._aborted.pop(output.request_id, completion.finish_reason)] += 1
+            del self._numbers[output.request_id], self._ids[number], self._facts[number]
+
+    def _report(self) -> None:
+        """Send what is new; a message without news waits until the last one is a little old, or until there is nothing more to do."""
+        turn, now = self._turn, time.monotonic()
+        news = bool(turn.numbers or turn.ended or turn.refused or turn.facts)
+        if not news and now - self._sent_at < QUIET_SECONDS and self.engine.has_unfinished():
+            return
+        turn = Turn(self.stats(), turn.numbers, turn.counts, turn.tokens, turn.facts, turn.ended, turn.refused, turn.extra)
+        self._outbox.send(encode(turn))
+        self._sent_at = now
+        self._turn = Turn(turn.stats)
+
+
+# ---- the process -------------------------------------------------------------------------------------------------------
+
+
+def end_with_parent(parent: int, pipe: int) -> None:
+    """Let this process end when the one that started it is gone, whatever this one is doing then, stopped by a signal included.
+
+    Linux kills it; elsewhere a thread sees the end of `pipe`, whose other end the parent holds. (Linux looks at the thread that started
+    this process; `EngineLink` lets that one live as long.)
+    """
+
+    def watch() -> None:
+        while os.read(pipe, 4096):
+            pass
+        os._exit(1)
+
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)  # it went before the kernel was told
+    threading.Thread(target=watch, name="modelrunner-parent", daemon=True).start()
+
+
+def build_engine(start: Start) -> tuple[Engine, list[tuple[str, str]]]:
+    """The engine, and the warnings of its assembly as (category, text)."""
+    from modelrunner.engine import Engine
+
+    try:
+        plugins = pickle.loads(start.plugins)
+    except Exception as error:
+        raise PluginError(
+            f"plugins: the engine process cannot read them ({type(error).__name__}: {error}); accepted: names of modules, and objects "
+            "whose class stands in a module that can be imported (not in __main__)"
+        ) from error
+    with warnings.catch_warnings(record=True) as caught:
+        engine = Engine(start.arguments, plugins=plugins)
+    return engine, [(item.category.__name__, str(item.message)) for item in caught]
+
+
+def serve(start: Start, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes]) -> None:
+    """Build the engine and run it until the front end says `Stop`."""
+    if not isinstance(first := decode_command(inbox.recv()), Greet):
+        raise RuntimeError(f"the first command is a {type(first).__name__}, not a Greet")
+    outbox.send(encode(Hello()))
+    engine, warned = build_engine(start)
+    loaded = [info.name for info in engine.assembly.manager.describe() if info.state == "loaded"]
+    gc.collect()
+    gc.freeze()  # what lives for ever is not looked at again by each collection
+    outbox.send(encode(Ready(engine.assembly.needs.vocab_size, engine.assembly.resolved.max_model_len, loaded, warned)))
+    try:
+        EngineLoop(engine, inbox, outbox).run()
+    finally:
+        with contextlib.suppress(Exception):  # what ended the loop is the error to show
+            engine.close()
+
+
+def main(stdin: BinaryIO | None = None) -> int:
+    """The process's entry. stdin: a pickled `Start`, then silence for as long as the front end lives. Returns the exit status."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; what it means is for the front end to say
+    stream = sys.stdin.buffer if stdin is None else stdin
+    start: Start = pickle.load(stream)
+    end_with_parent(start.parent, stream.fileno())
+    context = zmq.Context()
+    inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    for socket, address in ((inbox, start.commands), (outbox, start.reports)):
+        socket.set_hwm(0)
+        socket.setsockopt(zmq.LINGER, LINGER_MS)
+        socket.connect(address)
+    status = 0
+    try:
+        serve(start, inbox, outbox)
+    except Exception as error:
+        if not hasattr(errors, type(error).__name__):  # those say all that there is to say
+            traceback.print_exc()
+        failed: Report = Failed(type(error).__name__, str(error) or type(error).__name__)
+        outbox.send(encode(failed))
+        status = 1
+    context.destroy(linger=LINGER_MS)
+    return status

@@ -1,0 +1,181 @@
+"""What a front end and its engine process tell each other: small flat records in msgpack, those of a step in one message.
+
+Commands go to the engine (`Greet`, `Add`, `Abort`, `Stop`), reports come back (`Hello`, `Ready`, `Turn`, `Failed`). Requests are named by
+a number that the front end never gives twice, so a late word about a request that was given up cannot be taken for one about its
+successor.
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+
+ARRAY = 1  # msgpack's extension code of a numpy array
+
+
+class _Message(msgspec.Struct, array_like=True, frozen=True, tag=True):
+    """Fields travel by position, without their names."""
+
+
+class Greet(_Message):
+    """The first command. Its arrival shows that the engine process is connected."""
+
+
+class Add(_Message):
+    """Queue a request. prompt: token ids. params: fields of SamplingParams. deadline: on the monotonic clock, which all processes share."""
+
+    number: int
+    request_id: str
+    prompt: list[int]
+    params: dict[str, Any]
+    priority: int = 0
+    deadline: float | None = None
+    cache_salt: str | None = None
+
+
+class Abort(_Message):
+    """End a request now. stopped: the front end found a stop string in it, so it is counted as such."""
+
+    number: int
+    stopped: bool = False
+
+
+class Stop(_Message):
+    """End the process. Requests that are still open get no further word."""
+
+
+class Hello(_Message):
+    """The answer to `Greet`: both directions are connected, and the model is about to be loaded."""
+
+
+class Ready(_Message):
+    """The engine takes requests.
+
+    plugins: names of the loaded plugins in loading order. warnings: (category, text) of those that came up while it was assembled.
+    """
+
+    vocab_size: int
+    max_model_len: int
+    plugins: list[str]
+    warnings: list[tuple[str, str]]
+
+
+class Facts(_Message):
+    """What is known of a request beside its tokens; sent with its first tokens and when it changed. first_token_time: monotonic."""
+
+    number: int
+    first_token_time: float | None
+    num_cached_tokens: int
+    num_preemptions: int
+    weight_version: str
+
+
+class Ended(_Message):
+    """A request ended; the tokens of the same message are its last."""
+
+    number: int
+    finish_reason: str
+    stop_reason: int | str | None
+
+
+class Refused(_Message):
+    """A request that was not taken, or could not go on. kind: name of the error's class."""
+
+    number: int
+    kind: str
+    message: str
+
+
+class EngineStats(msgspec.Struct, frozen=True, array_like=True):
+    """Gauges and counters of an engine process. Counters only rise.
+
+    running: requests with a row. waiting: without one. pages_used, pages_total: of the cache; pages that only the prefix cache keeps are
+    not used. turns: of the process's loop. steps: committed. finished: requests by finish reason. Tokens are counted as in
+    `scheduler.Stats`.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    pages_used: int = 0
+    pages_total: int = 0
+    turns: int = 0
+    steps: int = 0
+    preemptions: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    computed_tokens: int = 0
+    generated_tokens: int = 0
+    finished: dict[str, int] = {}
+
+    @property
+    def progress(self) -> tuple[int, int, int]:
+        """Differs from an earlier value exactly if tokens flowed or requests ended since."""
+        return self.computed_tokens, self.generated_tokens, sum(self.finished.values())
+
+
+class Turn(_Message):
+    """What a turn of the engine's loop brought, for all requests together.
+
+    numbers, counts: requests with new tokens, and how many each. tokens: all of these, one request after the other. extra: for each of
+    `numbers`, what its taps report: name -> array, an entry per new token.
+    """
+
+    stats: EngineStats
+    numbers: list[int] = []
+    counts: list[int] = []
+    tokens: list[int] = []
+    facts: list[Facts] = []
+    ended: list[Ended] = []
+    refused: list[Refused] = []
+    extra: list[dict[str, Any]] = []
+
+
+class Failed(_Message):
+    """The engine cannot start, or cannot go on; the process ends. kind: name of the error's class."""
+
+    kind: str
+    message: str
+
+
+Command = Greet | Add | Abort | Stop
+Report = Hello | Ready | Turn | Failed
+
+
+def _pack(value: Any) -> Any:
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        head = msgspec.msgpack.encode((value.dtype.str, value.shape))
+        return msgspec.msgpack.Ext(ARRAY, len(head).to_bytes(4, "little") + head + np.ascontiguousarray(value).tobytes())
+    raise TypeError(f"a {type(value).__name__} cannot be sent to another process; accepted: numbers, text, lists, mappings, numpy arrays")
+
+
+def _unpack(code: int, data: memoryview) -> Any:
+    if code != ARRAY:
+        raise ValueError(f"msgpack extension {code} is unknown; {ARRAY} is a numpy array")
+    end = 4 + int.from_bytes(data[:4], "little")
+    dtype, shape = msgspec.msgpack.decode(data[4:end])
+    return np.frombuffer(bytes(data[end:]), np.dtype(dtype)).reshape(shape)
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_pack)
+_commands = msgspec.msgpack.Decoder(Command, ext_hook=_unpack)
+_reports = msgspec.msgpack.Decoder(Report, ext_hook=_unpack)
+
+
+def encode(message: Command | Report) -> bytes:
+    """Bytes of a message. Raises TypeError for a value that is neither plain data nor a numpy array."""
+    return _encoder.encode(message)
+
+
+def decode_command(data: bytes) -> Command:
+    """Raises msgspec.DecodeError for anything but a command."""
+    return _commands.decode(data)
+
+
+def decode_report(data: bytes) -> Report:
+    """Raises msgspec.DecodeError for anything but a report."""
+    return _reports.decode(data)
