@@ -174,7 +174,7 @@ class Admission:
             return self._cache.miss
         if entry.keys is None:
             request = entry.request
-            entry.keys = PageKeys(root_key(self._cache_seed, request.extra.get("adapter"), request.cache_salt))
+            entry.keys = PageKeys(root_key(self._cache_seed, request.extra.get("adapter"), request.cache_salt, request.cache_world))
         return self._cache.hit(entry.keys, tokens)
 
     def _is_blocked(self, entry: Entry) -> bool:

@@ -6,7 +6,7 @@ The order is that of `hookspecs.HookSpecs`. Every function here runs once an eng
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,15 +17,19 @@ from modelrunner.checkpoint import CheckpointReader, ModelCard
 from modelrunner.device import Device
 from modelrunner.errors import CapacityError, PluginError
 from modelrunner.linear import LinearFactory
-from modelrunner.model_state import BuildContext, ModelState, Needs, No, required_features
+from modelrunner.model_state import BuildContext, ModelState, Needs, No, Yes, required_features
+from modelrunner.observers import Observer
 from modelrunner.ops import Ops, Registry
 from modelrunner.page_pool import GroupLayout, page_layout
+from modelrunner.plugin_contract import flatten
 from modelrunner.plugin_manager import PluginManager
 from modelrunner.request_table import Column, RequestTable
 from modelrunner.runner import Parts, Runner
 from modelrunner.sampler import Sampler, default_stages
 from modelrunner.settings import Resolved, RunnerSettings, load_settings, merge_sections
 from modelrunner.step_buffers import Buckets
+from modelrunner.tap_set import StateOutputs, TapSet
+from modelrunner.taps import ModelInfo, Tap
 from modelrunner.text import Tokenizer
 from modelrunner.weights import load_weights
 
@@ -81,10 +85,12 @@ class Assembly:
     needs: Needs
     state: ModelState
     sampler: Sampler
+    taps: TapSet
     table: RequestTable
     layouts: tuple[GroupLayout, ...]
     arena: torch.Tensor
     runner: Runner
+    observers: list[tuple[str, Observer]]
 
 
 def assemble(arguments: Mapping[str, Any], plugins: Sequence[object] = ()) -> Assembly:
@@ -102,17 +108,18 @@ def assemble(arguments: Mapping[str, Any], plugins: Sequence[object] = ()) -> As
     dtype = model_dtype(settings, device)
     build_module(choose, reader, card, state, dtype, device, ops)
     sampler = Sampler(ops, default_stages())
+    taps, needs = collect_taps(manager, card, settings, state, needs, dtype, device)
     max_model_len = min(settings.model.max_model_len or needs.max_model_len, needs.max_model_len)
     cache_dtype = dtype if settings.cache.dtype == "auto" else DTYPES[settings.cache.dtype]
     page_bytes, layouts = page_layout(needs.cache_groups, settings.cache.page_size, cache_dtype.itemsize)
     num_pages = count_pages(settings, device, page_bytes, layouts, max_model_len)
     arena, caches = allocate_caches(layouts, num_pages + 1, page_bytes, cache_dtype, device.torch_device)
     columns = [*core_columns(layouts, max_model_len), *sampler.columns(settings), *needs.columns]
-    table = RequestTable(columns, settings.scheduler.max_rows, device.torch_device, patch_capacity(settings, layouts, max_model_len))
+    table = RequestTable(columns, settings.scheduler.max_rows, device.torch_device, patch_capacity(settings, layouts, max_model_len, needs))
     backends: dict[str, AttentionBackend] = {}
     for group, cache in ((layout.group, caches[layout.group.name]) for layout in layouts):
         backends[group.name] = choose("attention_backend", group=group, device=device, settings=settings)(group, cache, ops, dtype)
-    parts = Parts(device, ops, state, needs, dtype, sampler, table, layouts, caches, backends)
+    parts = Parts(device, ops, state, needs, dtype, sampler, table, layouts, caches, backends, taps)
     runner = Runner(
         parts,
         max_rows=settings.scheduler.max_rows,
@@ -132,7 +139,10 @@ def assemble(arguments: Mapping[str, Any], plugins: Sequence[object] = ()) -> As
         tokens_per_page={layout.group.name: layout.tokens_per_page for layout in layouts},
         components=choose.chosen,
     )
-    return Assembly(manager, settings, resolved, card, tokenizer, device, needs, state, sampler, table, tuple(layouts), arena, runner)
+    observers = collect_objects(manager, "observer", settings=settings)
+    return Assembly(
+        manager, settings, resolved, card, tokenizer, device, needs, state, sampler, taps, table, tuple(layouts), arena, runner, observers
+    )
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -179,6 +189,28 @@ def build_module(
     load_weights(state.module, state.weight_map(card), reader, seed=settings.model.seed)
 
 
+def collect_objects(manager: PluginManager, hook: str, **arguments: Any) -> list[tuple[str, Any]]:
+    """(plugin, object) of everything that plugins answer `hook` with; warns of plugins that fail."""
+    found = [(plugin, item) for plugin, answer in manager.collect(hook, **arguments) for item in flatten(answer)]
+    manager.warn_failures()
+    return found
+
+
+def collect_taps(
+    manager: PluginManager, card: ModelCard, settings: RunnerSettings, state: ModelState, needs: Needs, dtype: torch.dtype, device: Device
+) -> tuple[TapSet, Needs]:
+    """The taps that plugins bring for this model, and `needs` with those of the taps."""
+    points = needs.tap_points if isinstance(state.supports("taps"), Yes) else ()
+    max_model_len = min(settings.model.max_model_len or needs.max_model_len, needs.max_model_len)
+    info = ModelInfo(card, settings, points, needs.hidden_size, needs.vocab_size, max_model_len, dtype, device.torch_device)
+    found: list[tuple[str, Tap]] = collect_objects(manager, "taps", model_info=info)
+    if needs.results:
+        found.append((f"the model state {type(state).__name__}", StateOutputs(state, needs.results)))
+    taps = TapSet(found, replace(needs, tap_points=points))
+    columns, buffers = (*needs.columns, *taps.columns(settings)), (*needs.buffers, *taps.buffers)
+    return taps, replace(needs, columns=columns, buffers=buffers)
+
+
 def core_columns(layouts: Sequence[GroupLayout], max_model_len: int) -> list[Column]:
     """The columns that every request has.
 
@@ -190,10 +222,11 @@ def core_columns(layouts: Sequence[GroupLayout], max_model_len: int) -> list[Col
     return [Column("token_ids", torch.int32, width=max(2, max_model_len)), *scalars, *tables]
 
 
-def patch_capacity(settings: RunnerSettings, layouts: Sequence[GroupLayout], max_model_len: int) -> int:
+def patch_capacity(settings: RunnerSettings, layouts: Sequence[GroupLayout], max_model_len: int, needs: Needs) -> int:
     """Words that a step's edits may take: a new page for each row and each token, and the admission of a few of the longest prompts."""
     growth = 4 * len(layouts) * (settings.scheduler.max_rows + settings.scheduler.max_batched_tokens)
     admission = 64 + settings.sampler.max_stop_token_ids + 2 * max_model_len + sum(2 * max_model_len // g.tokens_per_page for g in layouts)
+    admission += sum(2 * column.width * column.words for column in needs.columns)
     return growth + 4 * (admission + 1024)
 
 

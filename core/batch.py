@@ -27,7 +27,10 @@ class Finish(IntEnum):
 
 
 class Feature(IntFlag):
-    """What a row asks of the tail of a step. The plan carries the union over its rows and so chooses the tail's kind."""
+    """What a row asks of the tail of a step. The plan carries the union over its rows and so chooses the tail's kind.
+
+    Bits from 256 on belong to taps, one each (see `tap_set`).
+    """
 
     GREEDY = 0
     PLAIN = 1  # sampled with noise
@@ -114,10 +117,14 @@ class Ticket:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A collected step. records: [N, record_words] int32, row i for plan.rows[i], owned by the receiver."""
+    """A collected step. records: [N, record_words] int32, row i for plan.rows[i], owned by the receiver.
+
+    extra: [N, record bytes] uint8 of what taps report (see `tap_set`), None when no row asked.
+    """
 
     plan: Plan
     records: Int32Array
+    extra: npt.NDArray[np.uint8] | None = None
 
 
 @dataclass

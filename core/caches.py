@@ -25,3 +25,14 @@ def allocate_caches(
         elements = layout.group.elements_per_token() * layout.tokens_per_page
         views[layout.group.name] = typed[:, :elements].unflatten(1, shape)
     return arena, views
+
+
+def free_arena(arena: torch.Tensor) -> None:
+    """Give the arena's memory up. Every view of it stays, without contents, and must not be used before `restore_arena`."""
+    arena.untyped_storage().resize_(0)
+
+
+def restore_arena(arena: torch.Tensor) -> None:
+    """Give a freed arena memory again, all zeros; its views work as before. The address may be another."""
+    arena.untyped_storage().resize_(arena.numel() * arena.element_size())
+    arena.zero_()

@@ -64,7 +64,7 @@ class Device(ABC):
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Wait for everything. Start-up, shutdown and tests only."""
+        """Wait for everything, also for what torch did outside of `launch`. Start-up, shutdown, changes between steps, and tests only."""
 
     @abstractmethod
     def memory(self) -> tuple[int, int]:
@@ -74,6 +74,10 @@ class Device(ABC):
         """Bytes that the cache may take when the engine may fill that share of the memory; everything else is already allocated."""
         free, total = self.memory()
         return int(free - total * (1 - memory_fraction))
+
+    def trim(self) -> None:
+        """Give memory that was freed back to the system. Between steps only."""
+        return None
 
     def release(self, buffer: PinnedBuffer) -> None:
         """The host is done with `buffer` until it writes it again. A testing device poisons it."""

@@ -7,7 +7,8 @@
             ...
 
 With `scheduler.pipeline_depth` 1 each step is collected before the next is planned: the plain loop. With 2 or more, step N+1 is planned and
-launched while step N runs; the tokens are the same.
+launched while step N runs; the tokens are the same. Between steps the weights can be replaced (`update_weights`), and the cache's memory
+given up for a while (`sleep`).
 """
 
 from __future__ import annotations
@@ -16,11 +17,14 @@ import secrets
 import time
 import warnings
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
+
+import torch
 
 from modelrunner.assemble import Assembly, assemble
 from modelrunner.batch import Drain, Plan, Ticket
+from modelrunner.caches import free_arena, restore_arena
 from modelrunner.checkpoint import ModelCard
 from modelrunner.errors import ModelRunnerError, RequestError
 from modelrunner.outputs import OutputProcessor
@@ -29,8 +33,13 @@ from modelrunner.request import Request, RequestOutput, SamplingParams, make_req
 from modelrunner.scheduler import Committed, Scheduler
 from modelrunner.settings import RunnerSettings
 from modelrunner.text import Tokenizer
+from modelrunner.watch import Watch
+from modelrunner.weights import load_tensors
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
+
+
+FIRST_WEIGHTS = "0"  # version of the weights that an engine starts with
 
 
 class EngineError(ModelRunnerError):
@@ -49,11 +58,16 @@ class Engine:
         self.runner = self.assembly.runner
         self.scheduler = self._scheduler(self.assembly)
         self._warn_of_small_cache()
-        self.outputs = OutputProcessor(self.tokenizer, self.scheduler)
+        self.outputs = OutputProcessor(self.tokenizer, self.scheduler, self.assembly.taps.arrays)
+        self.watch = Watch(self.assembly.observers, self.scheduler)
         self.tickets: deque[Ticket] = deque()
         self.requests: dict[str, Request] = {}
         self.failure: BaseException | None = None
         self._ended: list[Request] = []  # finished by the host since the last step
+        self._ready: list[RequestOutput] = []  # collected between steps
+        self._num_updates = 0
+        self._broken_weights = ""  # why the weights cannot be used
+        self._sleeping = False
 
     def _scheduler(self, parts: Assembly) -> Scheduler:
         scheduler = parts.settings.scheduler
@@ -61,7 +75,7 @@ class Engine:
             groups=parts.layouts,
             pool=PagePool(parts.resolved.num_pages + 1),
             builder=parts.table.builder,
-            row_values=parts.sampler.row_values,
+            row_values=lambda request: {**parts.sampler.row_values(request), **request.tap_values},
             on_admit=self._admit,
             on_remove=parts.state.remove_row,
             max_rows=scheduler.max_rows,
@@ -72,6 +86,7 @@ class Engine:
             prefix_caching=parts.settings.cache.prefix_caching,
             seats=parts.table.seats,
             depth=scheduler.pipeline_depth,
+            cache_seed=FIRST_WEIGHTS.encode(),
         )
 
     def _warn_of_small_cache(self) -> None:
@@ -121,9 +136,11 @@ class Engine:
         )
         self.assembly.sampler.check(request, self.settings)
         request.features = int(self.assembly.sampler.features(request.params))
+        self.assembly.taps.admit(request)
         self.scheduler.add(request)
         self.requests[request_id] = request
         self.outputs.add(request)
+        self.watch.request_started(request)
 
     def abort(self, request_id: str) -> None:
         """End a request now; its last output (finish reason `abort`) comes from the next `step`. An id that is not running is ignored.
@@ -137,7 +154,7 @@ class Engine:
 
     def has_unfinished(self) -> bool:
         """Whether another `step` has something to do or to report."""
-        return bool(self.requests or self._ended or self.tickets)
+        return bool(self.requests or self._ended or self.tickets or self._ready)
 
     def _finish(self, request: Request, reason: str, stop_reason: int | str | None = None, keep_output: int | None = None) -> None:
         self.scheduler.finish(request, reason, stop_reason, keep_output)
@@ -147,40 +164,60 @@ class Engine:
     # ---- the loop ------------------------------------------------------------------------------------------------
 
     def step(self) -> list[RequestOutput]:
-        """Plan and launch one step, collect what is due, and return the outputs that are new."""
+        """Plan and launch one step, collect what is due, and return the outputs that are new. While asleep nothing is planned."""
         self._check_alive()
-        for request in self.scheduler.expire(time.monotonic()):
+        self._check_weights()
+        now = time.monotonic()
+        for request in self.scheduler.expire(now):
             self._ended.append(request)
-        outputs: list[RequestOutput] = []
-        plan = self.scheduler.plan()
+            self._forget(request)
+        outputs = self._take_ready()
+        plan = None if self._sleeping else self.scheduler.plan()
         if isinstance(plan, Drain):
             outputs += self._collect(keep=0)
+            now = time.monotonic()
             plan = self.scheduler.plan(drained=True)
         assert not isinstance(plan, Drain), "a drained plan has nothing in flight to wait for"
         if plan is not None:
-            self._launch(plan)
+            self._launch(plan, now)
+        self.watch.deliver()
         depth = self.settings.scheduler.pipeline_depth
         outputs += self._collect(keep=depth - 1 if plan is not None else max(len(self.tickets) - 1, 0))
-        return outputs + self._report_ended()
+        outputs += self._report_ended()
+        if not self.tickets:  # no launch follows that observers could be told after
+            self.watch.deliver()
+        return outputs
 
-    def _launch(self, plan: Plan) -> None:
+    def drain(self) -> list[RequestOutput]:
+        """Collect every step in flight and return the outputs that are new. Nothing is planned: requests stay where they are."""
+        self._check_alive()
+        return self._take_ready() + self._collect(keep=0) + self._report_ended()
+
+    def _launch(self, plan: Plan, planning: float) -> None:
+        planned = time.monotonic()
         try:
             self.tickets.append(self.runner.launch(plan))
         except BaseException:
             self.scheduler.rollback(plan)
             raise
+        self.watch.launched(planning, planned)
 
     def _collect(self, keep: int) -> list[RequestOutput]:
         """Collect the oldest steps until `keep` are in flight."""
         outputs: list[RequestOutput] = []
         while len(self.tickets) > keep:
             ticket = self.tickets.popleft()
+            waiting = time.monotonic()
             try:
                 outcome = self.runner.collect(ticket)
             except BaseException as error:
                 self.failure = error
                 raise EngineError(f"step {ticket.plan.step} failed on device {self.assembly.device.name!r}: {error}") from error
-            outputs += self._process(self.scheduler.commit(outcome))
+            arrived = time.monotonic()
+            self.assembly.taps.keep(outcome, self.scheduler.rows, self.scheduler.request_at)
+            committed = self.scheduler.commit(outcome)
+            outputs += self._process(committed)
+            self.watch.committed(ticket.plan, waiting, arrived, committed)
         return outputs
 
     def _process(self, committed: Committed) -> list[RequestOutput]:
@@ -195,14 +232,103 @@ class Engine:
         ended, self._ended = self._ended, []
         return [self.outputs.finish(request) for request in ended]
 
+    def _take_ready(self) -> list[RequestOutput]:
+        ready, self._ready = self._ready, []
+        return ready
+
     def _forget(self, request: Request) -> None:
-        self.requests.pop(request.id, None)
+        if self.requests.pop(request.id, None) is not None:
+            self.watch.request_finished(request)
 
     def _check_alive(self) -> None:
         if self.failure is not None:
             raise EngineError(f"the engine stopped because a step failed: {self.failure}") from self.failure
 
+    # ---- between steps -------------------------------------------------------------------------------------------
+
+    @property
+    def weight_version(self) -> str:
+        """Names the weights in use: "0" for those that the engine started with, then as `update_weights` was told."""
+        return self.outputs.weight_version
+
+    def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], version: str | None = None) -> None:
+        """Replace the weights, in place, between two steps. Requests may be running: they go on with the new ones.
+
+        tensors: every tensor of a checkpoint under its checkpoint name, one at a time, on any device. version: name of these weights, for
+        `RequestOutput.weight_version`; None for the number of updates so far. A running request keeps its tokens, and what the cache holds
+        of it is computed again, so that each later token comes from one version of the weights. Cached prefixes are forgotten.
+        Outputs collected on the way come from the next `step`.
+
+        Raises CheckpointError when the tensors do not fit (see `weights.load_tensors`). When some had been stored by then, the weights are
+        a mixture, and the engine takes no step until a later update succeeds.
+        """
+        self._check_alive()
+        if version is not None and (not isinstance(version, str) or not version):
+            raise RequestError(f"version: got {version!r}; accepted: a string that is not empty, or None")
+        self._pause()
+        self.scheduler.reset_prefix_cache()
+        state, device = self.assembly.state, self.assembly.device
+        device.synchronize()
+        try:
+            load_tensors(state.module, state.weight_map(self.card), self._noting(tensors), source="the new weights")
+        except BaseException as error:
+            if self._broken_weights:
+                self._broken_weights = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            device.synchronize()
+        self._broken_weights = ""
+        self._num_updates += 1
+        self.outputs.weight_version = str(self._num_updates) if version is None else version
+        self.scheduler.reset_prefix_cache(self.weight_version.encode())
+
+    def _noting(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """`tensors`, noting that the weights are a mixture from the first one on."""
+        for pair in tensors:
+            self._broken_weights = self._broken_weights or "it was interrupted"
+            yield pair
+
+    def sleep(self) -> None:
+        """Give the cache's memory up until `wake_up`. Running requests wait, keep their tokens and go on afterwards; cached prefixes are
+        forgotten. Requests may be added and aborted meanwhile. Does nothing while asleep."""
+        self._check_alive()
+        if self._sleeping:
+            return
+        self._pause()
+        self.scheduler.reset_prefix_cache()
+        self._sleeping = True
+        device = self.assembly.device
+        device.synchronize()
+        free_arena(self.assembly.arena)
+        device.trim()
+
+    def wake_up(self) -> None:
+        """Take the cache's memory again after `sleep`. Does nothing while awake."""
+        self._check_alive()
+        if not self._sleeping:
+            return
+        restore_arena(self.assembly.arena)
+        self.assembly.device.synchronize()
+        self._sleeping = False
+
+    @property
+    def is_sleeping(self) -> bool:
+        return self._sleeping
+
+    def _pause(self) -> None:
+        """Collect everything and let all running requests wait, so that nothing holds pages."""
+        self._ready += self.drain()
+        for request in list(self.requests.values()):
+            self.scheduler.preempt(request.id)
+
+    def _check_weights(self) -> None:
+        if self._broken_weights:
+            raise EngineError(
+                f"the weights are a mixture, since the last update_weights failed ({self._broken_weights}); call it again with all tensors"
+            )
+
     def close(self) -> None:
         """Wait for the device. The engine takes no more work."""
         self.assembly.device.synchronize()
         self.failure = self.failure or EngineError("the engine was closed")
+        self.watch.close()

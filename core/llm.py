@@ -18,6 +18,8 @@ from modelrunner.errors import RequestError
 from modelrunner.request import OutputKind, Prompt, RequestOutput, SamplingParams, default_params
 
 if TYPE_CHECKING:
+    import torch
+
     from modelrunner.checkpoint import ModelCard
     from modelrunner.text import Tokenizer
 
@@ -68,6 +70,8 @@ class LLM:
         Raises RequestError before anything runs when any prompt or parameter is invalid, naming the prompt's index. An
         exception during the run, KeyboardInterrupt included, ends the call's other requests; the engine stays usable.
         """
+        if self.engine.is_sleeping:
+            raise RequestError("prompts: the engine is asleep, so nothing would run; accepted: generate after wake_up()")
         many = as_list(prompts)
         params = [self._final_only(item) for item in spread("sampling_params", sampling_params, len(many))]
         priorities, deadlines = spread("priority", priority, len(many)), spread("deadline", deadline, len(many))
@@ -109,6 +113,18 @@ class LLM:
             with naming_prompt(i):
                 prompts.append({"prompt_token_ids": self.tokenizer.apply_chat_template(conversation, add_generation_prompt)})
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, priority=priority, deadline=deadline)
+
+    def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], version: str | None = None) -> None:
+        """Replace the weights in place; see `Engine.update_weights`."""
+        self.engine.update_weights(tensors, version)
+
+    def sleep(self) -> None:
+        """Give the cache's memory up until `wake_up`; `generate` raises RequestError meanwhile."""
+        self.engine.sleep()
+
+    def wake_up(self) -> None:
+        """Take the cache's memory again."""
+        self.engine.wake_up()
 
     def close(self) -> None:
         """Wait for the device and give the engine up."""

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from modelrunner.ops import Ops
     from modelrunner.request import Request
     from modelrunner.settings import RunnerSettings
+    from modelrunner.taps import Result
     from modelrunner.weights import WeightMap
 
 IntArray = npt.NDArray[np.int64]
@@ -119,7 +120,8 @@ class Needs:
     """What a ModelState asks the core to allocate.
 
     cache_groups: one block table each. columns: request-table columns that this state owns.
-    max_model_len: the most tokens (prompt and output) that the model can hold. capture: `full`, or `none` with `capture_reason`.
+    max_model_len: the most tokens (prompt and output) that the model can hold. tap_points: names at which `forward` calls its tap.
+    results: what `ModelState.outputs` gives. capture: `full`, or `none` with `capture_reason`.
     """
 
     cache_groups: tuple[CacheGroup, ...]
@@ -129,6 +131,7 @@ class Needs:
     columns: tuple[Column, ...] = ()
     buffers: tuple[StaticBuffer, ...] = ()
     tap_points: tuple[str, ...] = ()
+    results: tuple[Result, ...] = ()
     capture: Literal["full", "none"] = "full"
     capture_reason: str = ""
 
@@ -266,6 +269,13 @@ class ModelState(ABC):
     @abstractmethod
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """D R. [n, H] -> [n, V], in the model's dtype."""
+
+    def outputs(self, batch: Batch) -> Mapping[str, torch.Tensor]:
+        """D, after `forward`, in steps in which a request asks by `extra_args={"model_outputs": True}`: what the model gives beside tokens.
+
+        Each of `Needs.results` by name, [N, *shape]; as in `Tap.outputs`, row i is the entry of the token that the row samples.
+        """
+        return {}
 
 
 def required_features(settings: RunnerSettings) -> Sequence[str]:

@@ -1,7 +1,7 @@
 """Observers: what happens in an engine, told afterwards and in one piece per step.
 
-A plugin answers the hook `observer` with an `Observer`. The engine collects times and counts as it goes and tells them once the next step is
-launched, so that an observer's own work overlaps the device's. A method that no observer overrides is not called and its event not built.
+A plugin answers the hook `observer` with an `Observer`. The engine collects times and counts as it goes and tells them once the next step
+is launched, so that an observer's own work overlaps the device's. A method that no observer overrides is not called, its event not built.
 
     class Tokens(Observer):
         def on_step(self, report: StepReport) -> None:
@@ -19,9 +19,9 @@ from dataclasses import dataclass
 class StepReport:
     """One step, from the start of its plan to the end of its commit. Times are `time.monotonic()` seconds.
 
-    planning, planned: the scheduler decided between them. launched: the step was enqueued (on a CPU device: done). waiting: the engine began to
-    wait for its results. arrived: they were there. committed: requests were updated and outputs made. With several steps in flight, others
-    are planned and launched between `launched` and `waiting`.
+    planning, planned: the scheduler decided between them. launched: the step was enqueued (on a CPU device: done). waiting: the engine
+    began to wait for its results. arrived: they were there. committed: requests were updated and outputs made. With several steps in
+    flight, others are planned and launched between `launched` and `waiting`.
 
     num_rows, num_tokens: of the step. num_decode: rows that compute one token each. num_generated: tokens it added to outputs.
     num_finished: requests it ended. At the time of the launch: num_running: requests with a row, num_waiting: without one; num_in_flight:

@@ -6,14 +6,16 @@ Only requests that stream or have stop strings are looked at while they run; all
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from modelrunner.request import CompletionOutput, OutputKind, Request, RequestMetrics, RequestOutput
 from modelrunner.text import OutputText, Tokenizer, detokenize
+
+Extra = Callable[[Request, int, int], Mapping[str, npt.NDArray[Any]]]
 
 
 class CommittedTokens(Protocol):
@@ -57,23 +59,32 @@ class StreamState:
         if self.text is not None:
             self.text.feed(token_ids)
 
-    def take(self) -> tuple[str, list[int]]:
-        """(text, ids) for an output of the request's kind; what is new for DELTA, all for the others."""
+    def take(self) -> tuple[str, list[int], int]:
+        """(text, ids, place of the first id in the output) for an output of the request's kind: what is new for DELTA, else all."""
         text = "" if self.text is None else self.text.text[: self.text.visible]
         ids = self.token_ids
         if self.request.params.output_kind is OutputKind.DELTA:
-            new = text[self.given_characters :], ids[self.given_tokens :]
+            new = text[self.given_characters :], ids[self.given_tokens :], self.given_tokens
             self.given_characters, self.given_tokens = len(text), len(ids)
             return new
-        return text, list(ids)
+        return text, list(ids), 0
 
 
 class OutputProcessor:
-    """Builds `RequestOutput`s. tokenizer: None when there is no text. clock: monotonic seconds."""
+    """Builds `RequestOutput`s. tokenizer: None when there is no text. extra: (request, start, stop) -> what taps report of these output
+    tokens, by name. clock: monotonic seconds. weight_version: goes into the outputs; the engine sets it."""
 
-    def __init__(self, tokenizer: Tokenizer | None, holders: RowHolders, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        holders: RowHolders,
+        extra: Extra | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.weight_version = "0"
         self._tokenizer = tokenizer
         self._holders = holders
+        self._extra = extra
         self._clock = clock
         self._watched: dict[str, StreamState] = {}
 
@@ -133,7 +144,7 @@ class OutputProcessor:
         """
         state = self._watched.pop(request.id, None)
         if state is None:
-            return self._output(request, self._whole_text(request), list(request.output_token_ids))
+            return self._output(request, self._whole_text(request), list(request.output_token_ids), 0)
         seen = len(state.token_ids)
         state.feed(request.output_token_ids[seen:])
         if state.text is not None:
@@ -149,10 +160,18 @@ class OutputProcessor:
             return ""
         return detokenize(self._tokenizer, request.prompt_token_ids, request.output_token_ids, request.params.skip_special_tokens)
 
-    def _output(self, request: Request, text: str, token_ids: list[int]) -> RequestOutput:
+    def _output(self, request: Request, text: str, token_ids: list[int], start: int) -> RequestOutput:
         ended = request.finish_reason is not None
         metrics = RequestMetrics(request.arrival, request.first_token_time, self._clock() if ended else None, request.num_preemptions)
-        completion = CompletionOutput(0, text, token_ids, request.finish_reason, request.stop_reason)
+        extra = {} if self._extra is None else self._extra(request, start, start + len(token_ids))
+        completion = CompletionOutput(0, text, token_ids, request.finish_reason, request.stop_reason, extra)
         return RequestOutput(
-            request.id, request.prompt, request.prompt_token_ids, [completion], ended, metrics, num_cached_tokens=request.num_cached_tokens
+            request.id,
+            request.prompt,
+            request.prompt_token_ids,
+            [completion],
+            ended,
+            metrics,
+            num_cached_tokens=request.num_cached_tokens,
+            weight_version=self.weight_version,
         )

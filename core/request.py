@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
+
 from modelrunner.errors import RequestError
 from modelrunner.sampling_params import OutputKind, SamplingParams, as_float, as_int, default_params, shown
 
@@ -47,6 +50,7 @@ class CompletionOutput:
     """One choice. finish_reason: None while running, else `stop`, `length`, `abort`, `timeout` or `error`.
 
     stop_reason: the stop string or the stop token id that ended it; None for end-of-sequence ids.
+    extra: what the request's `extra_args` ask for: name -> array [len(token_ids), ...], an entry per token of `token_ids`.
     """
 
     index: int
@@ -54,13 +58,15 @@ class CompletionOutput:
     token_ids: Sequence[int]
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    extra: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True)
 class RequestOutput:
     """What is known of a request. prompt: its text, None when it came as ids.
 
-    num_cached_tokens: prompt tokens that the prefix cache held.
+    num_cached_tokens: prompt tokens that the prefix cache held. weight_version: of the weights that gave the last token (see
+    `Engine.update_weights`).
     """
 
     request_id: str
@@ -70,6 +76,7 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics
     num_cached_tokens: int = 0
+    weight_version: str = "0"
 
 
 class Status(Enum):
@@ -84,7 +91,9 @@ class Request:
     """The engine's record of a request (host). Mutable; owned by the scheduler between add and finish.
 
     token_ids: prompt, then committed output (output is appended when the row is released; while running it lives in the token log).
-    limit: tokens (prompt + output) at which it ends. seed: 64-bit, always set. features: bits of batch.Feature.
+    limit: tokens (prompt + output) at which it ends. seed: 64-bit, always set. features: bits of batch.Feature. tap_values: column values
+    that taps gave. cache_world: what its cached pages depend on beside tokens, weights and salt. results: a byte record [bytes] uint8 of
+    taps per output token.
     """
 
     id: str
@@ -109,6 +118,9 @@ class Request:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     extra: dict[str, Any] = field(default_factory=dict)
+    tap_values: dict[str, Any] = field(default_factory=dict)
+    cache_world: bytes | None = None
+    results: list[npt.NDArray[np.uint8]] = field(default_factory=list)
 
     @property
     def stop_ids(self) -> tuple[int, ...]:

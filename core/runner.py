@@ -10,17 +10,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from modelrunner.attention import AttentionBackend, BoundAttention, attention_meta
 from modelrunner.batch import EMPTY_PATCH, Batch, Feature, Outcome, Plan, Ticket, record_words
 from modelrunner.device import Device, Event, PinnedBuffer
-from modelrunner.model_state import ModelState, Needs
+from modelrunner.model_state import ModelState, Needs, Tap
 from modelrunner.ops import Ops
 from modelrunner.page_pool import GroupLayout
 from modelrunner.request_table import RequestTable
 from modelrunner.sampler import Sampler
-from modelrunner.step_buffers import Buckets, PlanPacker, Shape, StepBuffers
+from modelrunner.step_buffers import Buckets, PlanPacker, StepBuffers
+from modelrunner.tap_set import ActiveTaps, TapSet
 
 POISON = -0x5A5A5A5B  # what a released ring entry holds on a testing device: no row, no token
 
@@ -39,6 +41,33 @@ class Parts:
     layouts: Sequence[GroupLayout]
     caches: Mapping[str, torch.Tensor]
     backends: Mapping[str, AttentionBackend]
+    taps: TapSet
+
+
+class Extras:
+    """The way of what taps report: a device ring of byte records beside the ring of step records, and a pinned buffer per entry."""
+
+    def __init__(self, device: Device, entries: int, rows: int, record_bytes: int) -> None:
+        self.device = device
+        self.packed = torch.zeros(rows, record_bytes, dtype=torch.uint8, device=device.torch_device)
+        self.ring = torch.zeros(entries, rows, record_bytes, dtype=torch.uint8, device=device.torch_device)
+        self.results = [device.pinned(rows * record_bytes) for _ in range(entries)] if record_bytes else []
+
+    def write(self, active: ActiveTaps, batch: Batch, counter: torch.Tensor) -> None:
+        """D. Put the step's results into the ring entry that `counter` names."""
+        packed = self.packed[: batch.num_rows]
+        active.write(batch, packed)
+        self.ring[:, : batch.num_rows].index_copy_(0, counter % self.ring.shape[0], packed.unsqueeze(0))
+
+    def download(self, entry: int, num_rows: int) -> Event:
+        return self.device.download(lambda: self.ring[entry, :num_rows], self.results[entry])
+
+    def take(self, entry: int, num_rows: int) -> npt.NDArray[np.uint8]:
+        """A copy of what was downloaded: [num_rows, record bytes]. Frees the buffer."""
+        size = self.ring.shape[2]
+        records = self.results[entry].array[: num_rows * size].reshape(num_rows, size).copy()
+        self.device.release(self.results[entry])
+        return records
 
 
 class Runner:
@@ -61,7 +90,9 @@ class Runner:
         self.counter = torch.zeros(1, dtype=torch.int64, device=self.device.torch_device)
         self.plans = [self.device.pinned(4 * self.packer.capacity) for _ in range(entries)]
         self.results = [self.device.pinned(4 * rows * words) for _ in range(entries)]
+        self.extras = Extras(self.device, entries, rows, parts.taps.record_bytes)
         self.events: list[Event | None] = [None] * entries
+        self.extra_events: list[Event | None] = [None] * entries
         self.launched = 0
         self.layer_index = {g.group.name: {layer: i for i, layer in enumerate(g.group.layers)} for g in parts.layouts}
 
@@ -79,7 +110,7 @@ class Runner:
             max_query=1,
             max_seq_len=1,
             table_pages=(1,) * len(self.parts.layouts),
-            features=Feature.PLAIN,
+            features=Feature.PLAIN | self.parts.taps.all_features,
         )
         self.state.fill_dummy(self.buffers.batch(plan, self.buckets.shape(plan), self.parts.table.columns))
         self.collect(self.launch(plan))
@@ -97,8 +128,11 @@ class Runner:
             )
             for name, backend in self.parts.backends.items()
         }
-        self.device.launch(lambda: self._step(plan, shape, batch, attention, self.plans[entry], words))
+        taps = self.parts.taps.active(plan.features)
+        self.device.launch(lambda: self._step(plan, batch, attention, taps, self.plans[entry], words))
         self.events[entry] = self.device.download(lambda: self.ring[entry, : plan.num_rows], self.results[entry])
+        if taps is not None and taps.reports:
+            self.extra_events[entry] = self.extras.download(entry, plan.num_rows)
         self.launched += 1
         return Ticket(plan, entry)
 
@@ -110,20 +144,34 @@ class Runner:
         self.events[ticket.entry] = None
         records = _int32(self.results[ticket.entry])[: ticket.plan.num_rows * self.ring.shape[2]].reshape(ticket.plan.num_rows, -1).copy()
         self.device.release(self.results[ticket.entry])
+        extra = None
+        if (extra_event := self.extra_events[ticket.entry]) is not None:
+            extra_event.wait()
+            self.extra_events[ticket.entry] = None
+            extra = self.extras.take(ticket.entry, ticket.plan.num_rows)
         self.device.release(self.plans[ticket.entry])
         if self.device.poison:
             self.device.launch(lambda: self._poison(ticket.entry))
-        return Outcome(ticket.plan, records)
+        return Outcome(ticket.plan, records, extra)
 
     def _poison(self, entry: int) -> None:
         self.ring[entry].fill_(POISON)
+        self.extras.ring[entry].fill_(POISON & 0xFF)
 
     def _step(
-        self, plan: Plan, shape: Shape, batch: Batch, attention: Mapping[str, BoundAttention], staged: PinnedBuffer, words: int
+        self,
+        plan: Plan,
+        batch: Batch,
+        attention: Mapping[str, BoundAttention],
+        taps: ActiveTaps | None,
+        staged: PinnedBuffer,
+        words: int,
     ) -> None:
         with torch.inference_mode():
             self._inputs(plan, batch, staged, words)
-            hidden = self._body(batch, attention)
+            hidden = self._body(batch, attention, no_tap if taps is None else taps.bind(batch))
+            if taps is not None and taps.reports:
+                self.extras.write(taps, batch, self.counter)
             self._tail(batch, hidden)
 
     def _inputs(self, plan: Plan, batch: Batch, staged: PinnedBuffer, words: int) -> None:
@@ -166,7 +214,7 @@ class Runner:
                 batch.block_tables[name], batch.token_row, batch.positions, batch.token_valid, layout.tokens_per_page, batch.slots[name]
             )
 
-    def _body(self, batch: Batch, attention: Mapping[str, BoundAttention]) -> torch.Tensor:
+    def _body(self, batch: Batch, attention: Mapping[str, BoundAttention], tap: Tap) -> torch.Tensor:
         """Embeddings and layers; returns the hidden states at the sampling positions, [N, H]."""
         state = self.state
         state.before_forward(batch)
@@ -175,7 +223,7 @@ class Runner:
             bound.begin()
         state.embed(batch, hidden)
         positions = state.positions(batch, batch.positions)
-        hidden = state.forward(hidden, positions, attention, self.parts.caches, no_tap)
+        hidden = state.forward(hidden, positions, attention, self.parts.caches, tap)
         return hidden.index_select(0, batch.sample_index)
 
     def _tail(self, batch: Batch, hidden: torch.Tensor) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, StrictBool, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, ValidationError
 
 from modelrunner.errors import CheckpointError, RequestError
 
@@ -138,6 +138,17 @@ def _stop_token_ids(value: object) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ids))
 
 
+def _extra_args(value: object) -> Mapping[str, Any]:
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise ValueError("not a mapping")
+    for name in value:
+        if not isinstance(name, str):
+            raise ValueError(f"it contains the key {shown(name)}")
+    return dict(value)
+
+
 ACCEPTED = {
     "temperature": "a finite number >= 0 (0: greedy)",
     "top_p": "a number in (0, 1]",
@@ -147,6 +158,7 @@ ACCEPTED = {
     "max_tokens": "an integer >= 1, or None for as many as the context holds",
     "stop": "a string or a list of strings, none of them empty",
     "stop_token_ids": "a list of token ids (integers >= 0)",
+    "extra_args": "a mapping of names of taps to their arguments",
     "output_kind": ", ".join(repr(kind.value) for kind in OutputKind),
     **dict.fromkeys(("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"), "True or False"),
 }
@@ -163,6 +175,7 @@ class SamplingParams(BaseModel):
     `include_stop_str_in_output`. stop_token_ids: ids that end the output, itself the last token; its text is part of the output unless
     it is a special token. skip_special_tokens: leave special tokens out of the text. detokenize: False for ids only.
     output_kind: what `Engine.step` reports (`LLM` always waits for the end).
+    extra_args: what the request asks of plugins, by the names of their taps; the values are numbers, text, lists and mappings.
 
     Raises RequestError naming the parameter, what was given and what is accepted.
     """
@@ -182,6 +195,10 @@ class SamplingParams(BaseModel):
     skip_special_tokens: StrictBool = True
     detokenize: StrictBool = True
     output_kind: OutputKind = OutputKind.CUMULATIVE
+    extra_args: Annotated[Mapping[str, Any], BeforeValidator(_extra_args)] = Field(default_factory=dict)
+
+    def __hash__(self) -> int:
+        return hash(tuple(value for name, value in self.__dict__.items() if name != "extra_args"))  # which may hold lists
 
     def __init__(self, **values: Any) -> None:
         try:

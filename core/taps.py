@@ -1,7 +1,7 @@
 """Taps: reading and changing hidden states inside a step, for the requests that ask for it.
 
-A plugin answers the hook `taps` with objects of a `Tap` subclass. A request chooses by `SamplingParams.extra_args`, whose keys are the names of
-taps. What a tap reports leaves the device beside the step's records and arrives in `CompletionOutput.extra`.
+A plugin answers the hook `taps` with objects of a `Tap` subclass. A request chooses by `SamplingParams.extra_args`, whose keys are the
+names of taps. What a tap reports leaves the device beside the step's records and arrives in `CompletionOutput.extra`.
 
     class Norms(Tap):
         name, points, edits = "norms", ("layer.3",), False
@@ -28,12 +28,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from modelrunner.model_state import StaticBuffer
 from modelrunner.request_table import Column
 
 if TYPE_CHECKING:
     from modelrunner.batch import Batch
     from modelrunner.checkpoint import ModelCard
+    from modelrunner.model_state import StaticBuffer
     from modelrunner.request import Request
     from modelrunner.settings import RunnerSettings
 
@@ -62,7 +62,7 @@ class ModelInfo:
 class Result:
     """Something reported once per output token: a key of `CompletionOutput.extra`, whose array is [tokens, *shape].
 
-    shape: of one entry; () for a number. dtype: float32, float16, int64, int32 or uint8. Raises ValueError for another dtype or a size below 1.
+    shape: of one entry; () for a number. dtype: float32, float16, int64, int32 or uint8. ValueError for others and for sizes below 1.
     """
 
     name: str

@@ -65,6 +65,9 @@ class CudaDevice(Device):
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)
 
+    def trim(self) -> None:
+        torch.cuda.empty_cache()
+
     def memory(self) -> tuple[int, int]:
         free, total = torch.cuda.mem_get_info(self.torch_device)
         return int(free), int(total)

@@ -71,7 +71,7 @@ class EngineProbe:
 
     def drain(self) -> None:
         """Collect every step in flight; the outputs go to the driver."""
-        self.driver.receive(self.engine._collect(keep=0))
+        self.driver.receive(self.engine.drain())
 
     def preempt(self, request_id: str) -> None:
         """Drain, then take the request's row and pages away; it waits to be resumed. It must be running and unfinished after the drain."""

@@ -15,12 +15,13 @@ from modelrunner.errors import RequestError
 from modelrunner.llm import LLM
 from modelrunner.outputs import OutputProcessor
 from modelrunner.request import OutputKind, Request, RequestOutput, SamplingParams, make_request
-from modelrunner.settings import load_settings
 from modelrunner.testing.byte_tokenizer import ByteTokenizer
 
 
 class EchoEngine:
     """Repeats the first prompt id, one token a step, until max_tokens. `fails_at`: the step that raises, once."""
+
+    is_sleeping = False
 
     def __init__(self, settings: Mapping[str, Any], *, plugins: Sequence[object] = ()) -> None:
         self.arguments, self.plugins = dict(settings), plugins
@@ -41,7 +42,7 @@ class EchoEngine:
         assert request_id not in self.requests
         request = make_request(
             request_id, prompt, params, card=self.card, tokenizer=self.tokenizer, vocab_size=331, max_model_len=64,
-            settings=load_settings({}, environ={}), seed=0, now=0.0, **options,
+            seed=0, now=0.0, **options,
         )  # fmt: skip
         self.requests[request_id] = request
         self.seen.append(request)

@@ -14,7 +14,7 @@ from modelrunner.checkpoint import ModelCard
 from modelrunner.errors import CheckpointError, PluginError, PluginWarning
 from modelrunner.hookspecs import HookSpecs, hookimpl
 from modelrunner.offers import Decline, Offer
-from modelrunner.plugin_contract import COMPONENTS, HOOKS, VALUES
+from modelrunner.plugin_contract import COMPONENTS, HOOKS, INSTANCES, VALUES
 from modelrunner.plugin_manager import PluginManager, forget
 
 CARD = ModelCard("tiny", Path("tiny"), "dummy", ("LlamaForCausalLM",), "llama")
@@ -189,7 +189,7 @@ def test_a_component_that_is_no_subclass_is_refused() -> None:
 
 def test_every_component_hook_has_a_check() -> None:
     """A new hook that makes offers must say what they load."""
-    assert set(HOOKS) - {*COMPONENTS, *VALUES, "tokenizer"} == {"settings_sections", "cli_commands", "kernels"}
+    assert set(HOOKS) - {*COMPONENTS, *VALUES, *INSTANCES, "tokenizer"} == {"settings_sections", "cli_commands", "kernels"}
     assert set(HOOKS) == {name for name in vars(HookSpecs) if not name.startswith("_")}
 
 
