@@ -102,5 +102,7 @@ def layer_ropes(card: ModelCard, head_dim: int, windows: tuple[int | None, ...])
             except ValueError as error:
                 raise ValueError(f"{card.name}: {kind}: {error}") from error
             if ropes[group].rotary_dim != head_dim:
-                raise ValueError(f"{card.name}: {kind}: {ropes[group].rotary_dim} of {head_dim} components rotate; Gemma 3 models rotate all")
+                raise ValueError(
+                    f"{card.name}: {kind}: {ropes[group].rotary_dim} of {head_dim} components rotate; Gemma 3 models rotate all"
+                )
     return ropes

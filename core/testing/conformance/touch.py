@@ -102,6 +102,14 @@ class TouchCheck:
                 f"cache pages {strange} changed, seen through group {name!r}; the block tables of the step's rows hold {sorted(allowed)}"
             )
 
+    def _readable(self, name: str, batch: Batch) -> torch.Tensor:
+        """Pages that the step may read or write. Entries before and after these in a row's block table may name pages of other owners:
+        pages that left the window, and those of the row's former request."""
+        lengths, table, size = batch.seq_len.long(), batch.block_tables[name], self.caches[name].shape[2]
+        first = torch.from_numpy(self.groups[name].needed_from((lengths - batch.query_len).numpy(force=True))).to(table.device)
+        place = torch.arange(table.shape[1], device=table.device)
+        return table[(place >= first.unsqueeze(1) // size) & (place * size < lengths.unsqueeze(1))]
+
     def _check_tokens(self, name: str, before: torch.Tensor, batch: Batch) -> None:
         """In this group's pages only the step's slots changed, and there every declared layer was written."""
         cache, size = self.caches[name], self.caches[name].shape[2]
@@ -109,7 +117,7 @@ class TouchCheck:
         slots = slots[slots >= 0]
         own = torch.zeros(cache.shape[0], size, dtype=torch.bool, device=cache.device)
         own[slots // size, slots % size] = True
-        pages = batch.block_tables[name].unique().long()
+        pages = self._readable(name, batch).unique().long()
         kept = same(before, cache).flatten(3).all(3).all(1)  # [pages, tokens]
         strange = (~kept & ~own)[pages].nonzero().tolist()
         assert not strange, f"group {name!r}: [page of the step, token] {strange[:8]} changed, which are not at the step's slots"
