@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from modelrunner.engine import Engine
 
 READERS = ("_local_scalar_dense", "equal", "is_nonzero")
-SHAPED_BY_DATA = ("nonzero", "masked_select", "unique_consecutive", "_unique", "_unique2", "unique_dim", "bincount", "histc")
+SHAPED_BY_DATA = ("nonzero", "masked_select", "unique_consecutive", "_unique", "_unique2", "unique_dim", "bincount")
 HOST_COPIES = ("tolist", "numpy", "cpu", "__array__")
 DEVICE_METHODS = ("before_forward", "embed", "positions", "forward", "logits")
 
@@ -34,8 +34,9 @@ class NoValues(TorchDispatchMode):
         by_mask = name in ("index", "index_put", "index_put_", "_index_put_impl_") and any(
             index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
         )
+        ranged = name == "histc" and len(args) > 3 and args[2] != args[3]  # else it looks for the least and the greatest value
         uncounted = func is torch.ops.aten.repeat_interleave.Tensor and (kwargs or {}).get("output_size") is None
-        if name in SHAPED_BY_DATA or by_mask or uncounted:
+        if name in SHAPED_BY_DATA or by_mask or uncounted or (name == "histc" and not ranged):
             raise ValueAsked(f"aten::{name}{' with a mask' if by_mask else ''} has a result whose shape depends on data")
         return func(*args, **(kwargs or {}))
 
