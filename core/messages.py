@@ -16,7 +16,7 @@ import numpy as np
 ARRAY = 1  # msgpack's extension code of a numpy array
 
 
-class _Message(msgspec.Struct, array_like=True, frozen=True, tag=True):
+class _Message(msgspec.Struct, array_like=True, tag=True):
     """Fields travel by position, without their names."""
 
 
