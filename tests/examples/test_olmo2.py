@@ -43,11 +43,11 @@ def test_found_by_its_entry_point(site: Path) -> None:
 
 
 def test_wins_over_the_fallback(site: Path, tmp_path: Path) -> None:
-    """The fallback for whatever transformers knows bids too; a family's own plugin is the better fit."""
+    """The fallback for whatever transformers knows bids too; a family's own plugin is the better fit.
+
+    The command itself fails at the end, for want of a tokenizer."""
     (tmp_path / "config.json").write_text('{"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"}')
-    done = run(
-        "modelrunner.cli", "explain", str(tmp_path), "--model.load_format", "dummy", path=site
-    )  # without a tokenizer: fails at the end
+    done = run("modelrunner.cli", "explain", str(tmp_path), "--model.load_format", "dummy", path=site)
     assert "modelrunner:transformers offers transformers (fallback)" in done.stdout
     assert "winner: olmo2 of modelrunner-olmo2:olmo2" in done.stdout
 
