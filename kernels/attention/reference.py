@@ -51,12 +51,15 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of the step's tokens to their rows' cached keys and values; the step's own are already written.
 
     q: [T, H, D]. cache: [num_pages, tokens_per_page, 2, HK, D]; unused slots may hold anything. The rest as in `attention_index`.
     positions: [T] int64, of each token in its row (implied by the lengths; kernels may prefer to read them).
     scale: factor on q.k. softcap: scores become softcap * tanh(scores / softcap). window: tokens that a query sees, itself included.
+    sinks: [H], for each head the score of one more key, which has no value: it takes weight away from the others (attention sinks, Xiao et
+    al. 2023, arXiv:2309.17453, learned as in gpt-oss). Neither scaled nor capped.
     Returns [T, H, D] in q's dtype; invalid tokens get finite values.
     """
     index = attention_index(
@@ -75,15 +78,21 @@ def paged_attention(
         window=window,
         dtype=q.dtype,
     )
-    return indexed_attention(q, cache, index, scale=scale, softcap=softcap)
+    return indexed_attention(q, cache, index, scale=scale, softcap=softcap, sinks=sinks)
 
 
 def indexed_attention(
-    q: torch.Tensor, cache: torch.Tensor, index: AttentionIndex, *, scale: float, softcap: float | None = None
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    index: AttentionIndex,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`paged_attention` of the step that `index` was made for. q: [T, H, D]. Returns [T, H, D] in q's dtype."""
     view = token_rows(cache)
-    parts = [_attend(q, view, index.num_kv_heads, tiles, scale, softcap) for tiles in index.tiles]
+    parts = [_attend(q, view, index.num_kv_heads, tiles, scale, softcap, sinks) for tiles in index.tiles]
     if not parts:
         return torch.zeros_like(q)
     out = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -95,7 +104,13 @@ def indexed_attention(
 
 
 def _attend(
-    q: torch.Tensor, view: torch.Tensor, num_kv_heads: int, tiles: AttentionTiles, scale: float, softcap: float | None
+    q: torch.Tensor,
+    view: torch.Tensor,
+    num_kv_heads: int,
+    tiles: AttentionTiles,
+    scale: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attention of some tiles, [W * Q, H, D]. The query heads that share a key head are rows of one product."""
     heads, dim = q.shape[1:]
@@ -106,10 +121,20 @@ def _attend(
     k, v = kv.permute(2, 0, 3, 1, 4).unbind(0)
     part = q[tiles.queries] if isinstance(tiles.queries, slice) else q.index_select(0, tiles.queries)
     folded = part.reshape(num, queries, num_kv_heads, group, dim).transpose(1, 2).reshape(num, num_kv_heads, queries * group, dim)
-    if softcap is None:
+    if softcap is None and sinks is None:
         out = scaled_dot_product_attention(folded, k, v, attn_mask=tiles.mask, scale=scale)
     else:
         scores = torch.matmul(folded.float() * scale, k.float().transpose(2, 3))
-        weights = torch.softmax(scores.div_(softcap).tanh_().mul_(softcap).add_(tiles.mask), -1)
+        if softcap is not None:
+            scores = scores.div_(softcap).tanh_().mul_(softcap)
+        weights = _weights(scores.add_(tiles.mask), queries, sinks)
         out = torch.matmul(weights, v.float()).to(q.dtype)
     return out.reshape(num, num_kv_heads, queries, group, dim).transpose(1, 2).reshape(num * queries, heads, dim)
+
+
+def _weights(scores: torch.Tensor, queries: int, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Softmax over the keys, with each head's sink among them. scores: [W, HK, Q * G, S] float32. Returns the same shape."""
+    if sinks is None:
+        return torch.softmax(scores, -1)
+    sink = sinks.float().view(1, scores.shape[1], 1, -1).expand(scores.shape[0], -1, queries, -1).reshape(*scores.shape[:3], 1)
+    return torch.softmax(torch.cat((scores, sink), -1), -1)[..., :-1]

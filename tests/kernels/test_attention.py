@@ -85,7 +85,7 @@ def make_step(
     return Step(torch.randn(total, HEADS, DIM), cache, keys, values, arguments, limits, rows)
 
 
-def expected(step: Step, window: int | None, softcap: float | None) -> dict[int, torch.Tensor]:
+def expected(step: Step, window: int | None, softcap: float | None, sinks: torch.Tensor | None = None) -> dict[int, torch.Tensor]:
     """Token -> output, one token and head at a time."""
     found = {}
     for i, (done, query) in enumerate(step.rows):
@@ -98,16 +98,19 @@ def expected(step: Step, window: int | None, softcap: float | None) -> dict[int,
                 scores = step.k[i][first : position + 1, kv] @ step.q[token, h] * SCALE
                 if softcap is not None:
                     scores = softcap * torch.tanh(scores / softcap)
-                out[h] = torch.softmax(scores, 0) @ step.v[i][first : position + 1, kv]
+                values = step.v[i][first : position + 1, kv]
+                if sinks is not None:
+                    scores, values = torch.cat((scores, sinks[h : h + 1])), torch.cat((values, torch.zeros(1, DIM)))
+                out[h] = torch.softmax(scores, 0) @ values
             found[token] = out
     return found
 
 
-def check(step: Step, window: int | None = None, softcap: float | None = None) -> None:
-    out = paged_attention(step.q, step.cache, **step.arguments, **step.limits, scale=SCALE, window=window, softcap=softcap)
+def check(step: Step, window: int | None = None, softcap: float | None = None, sinks: torch.Tensor | None = None) -> None:
+    out = paged_attention(step.q, step.cache, **step.arguments, **step.limits, scale=SCALE, window=window, softcap=softcap, sinks=sinks)
     assert out.shape == step.q.shape
     assert torch.isfinite(out).all(), "invalid tokens must come out finite"
-    want = expected(step, window, softcap)
+    want = expected(step, window, softcap, sinks)
     assert len(want) == sum(query for _, query in step.rows)
     for token, value in want.items():
         torch.testing.assert_close(out[token], value, rtol=2e-5, atol=2e-5, msg=lambda m, token=token: f"token {token}: {m}")
@@ -134,6 +137,14 @@ def test_mixed_batch(window: int | None, padding: int) -> None:
     """Decode rows, a fresh prompt, a later chunk, a finished row, and tokens that belong to nobody."""
     rows = [(40, 1), (3, 0), (0, 23), (30, 11), (9, 0), (0, 1)]
     check(make_step(rows, 16, num_decode=2, padding=padding, window=window), window)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0], ids=["plain", "softcap"])
+@pytest.mark.parametrize("window", [None, 6], ids=lambda w: f"window-{w}")
+def test_sinks(window: int | None, softcap: float | None) -> None:
+    """A mixed batch whose heads have sinks from far below to far above all scores."""
+    step = make_step([(40, 1), (3, 0), (0, 1), (0, 23), (30, 11)], 16, num_decode=3, window=window)
+    check(step, window, softcap, torch.tensor([-40.0, -1.0, 0.0, 1.5, 4.0, 40.0]))
 
 
 @pytest.mark.parametrize("length", [63, 500])

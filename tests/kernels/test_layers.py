@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from modelrunner.kernels.activation import silu_mul
+from modelrunner.kernels.activation import gelu_tanh_mul, silu_mul
 from modelrunner.kernels.embedding import embedding
 from modelrunner.kernels.linear import int8_matmul, matmul
 from modelrunner.kernels.norm import rms_norm
@@ -32,6 +32,14 @@ def test_rms_norm(size: int, dtype: torch.dtype, tolerance: float) -> None:
     close(rms_norm(x, weight, 1e-5), want, dtype, tolerance)
     heads = torch.randn(2, 3, size).to(dtype)
     assert torch.equal(rms_norm(heads, weight, 1e-5).view(6, size), rms_norm(heads.view(6, size), weight, 1e-5))
+
+
+def test_rms_norm_with_a_wide_weight_rounds_once() -> None:
+    """16-bit inputs and a float32 weight: the float32 result, rounded; with a 16-bit weight the quotient is rounded before."""
+    x, weight = torch.randn(5, 500).bfloat16(), torch.randn(500)
+    out = rms_norm(x, weight, 1e-5)
+    assert torch.equal(out, rms_norm(x.float(), weight, 1e-5).bfloat16())
+    assert not torch.equal(rms_norm(x, weight.bfloat16(), 1e-5), rms_norm(x, weight.bfloat16().float(), 1e-5))
 
 
 @dtypes
@@ -63,6 +71,16 @@ def test_silu_mul(size: int, dtype: torch.dtype, tolerance: float) -> None:
     x = torch.randn(4, 2 * size).to(dtype)
     before, gate, up = x.clone(), x[:, :size].double(), x[:, size:].double()
     close(silu_mul(x), gate / (1 + torch.exp(-gate)) * up, dtype, tolerance)
+    assert torch.equal(x, before)
+
+
+@dtypes
+@sizes
+def test_gelu_tanh_mul(size: int, dtype: torch.dtype, tolerance: float) -> None:
+    x = torch.randn(4, 2 * size).to(dtype)
+    before, gate, up = x.clone(), x[:, :size].double(), x[:, size:].double()
+    want = 0.5 * gate * (1 + torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))) * up
+    close(gelu_tanh_mul(x), want, dtype, tolerance)
     assert torch.equal(x, before)
 
 
