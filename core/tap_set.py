@@ -123,6 +123,7 @@ class TapSet:
         refuse_twice(named)
         self.bits = {tap.name: 1 << (FIRST_BIT + i) for i, tap in enumerate(self.taps)}
         self.mask = sum(self.bits.values())
+        self._reporting = sum(self.bits[tap.name] for tap in self.taps if tap.results)  # bits of taps with results
         self.fields: dict[str, list[Field]] = {}
         end = 0
         for tap in self.taps:
@@ -192,13 +193,13 @@ class TapSet:
     # ---- results ---------------------------------------------------------------------------------------------------
 
     def keep(self, outcome: Outcome, rows: HostRows, request_at: Callable[[int], Request | None]) -> None:
-        """H, before the outcome is committed. Hand each row's record to its request; costs per row that asks and samples."""
+        """H, before the outcome is committed. Hand each row's record to its request; costs per row that asks for results and samples."""
         if outcome.extra is None:
             return
         plan, records = outcome.plan, outcome.records
         counts = (records[:, Record.NUM_TOKENS] > 0) & (records[:, Record.FINISH] != Finish.ERROR)
         live = rows.active[plan.rows] & (rows.generation[plan.rows] == plan.generations)
-        at = np.flatnonzero(counts & live & (rows.features[plan.rows] & self.mask != 0))
+        at = np.flatnonzero(counts & live & (rows.features[plan.rows] & self._reporting != 0))
         kept = outcome.extra[at]
         for record, row in zip(kept, plan.rows[at].tolist(), strict=True):
             request = request_at(row)
@@ -207,7 +208,7 @@ class TapSet:
 
     def arrays(self, request: Request, start: int, stop: int) -> dict[str, npt.NDArray[Any]]:
         """H. What the request asked for, of its output tokens start..stop-1: result name -> [stop - start, *shape]."""
-        if not request.features & self.mask:
+        if not request.features & self._reporting:
             return {}
         records = np.array(request.results[start:stop], np.uint8).reshape(-1, self.record_bytes)
         found: dict[str, npt.NDArray[Any]] = {}
