@@ -5,10 +5,37 @@ This package needs pytest; `modelrunner.testing` itself does not.
 
 import pytest
 
-for _module in ("case", "lab", "model_state", "promises", "touch", "trace", "values"):
+for _module in (
+    "case",
+    "device",
+    "kernel",
+    "kernel_cases",
+    "lab",
+    "linear_scheme",
+    "model_state",
+    "promises",
+    "step_cases",
+    "touch",
+    "trace",
+    "values",
+):
     pytest.register_assert_rewrite(f"{__name__}.{_module}")
 
+from modelrunner.testing.conformance.device import DeviceConformance  # noqa: E402
+from modelrunner.testing.conformance.kernel import KernelConformance  # noqa: E402
+from modelrunner.testing.conformance.kernel_cases import Draw  # noqa: E402
 from modelrunner.testing.conformance.lab import Reference, transformers_checkpoint, transformers_reference  # noqa: E402
+from modelrunner.testing.conformance.linear_scheme import LinearSchemeConformance  # noqa: E402
 from modelrunner.testing.conformance.model_state import MatchesReference, ModelStateConformance  # noqa: E402
 
-__all__ = ["MatchesReference", "ModelStateConformance", "Reference", "transformers_checkpoint", "transformers_reference"]
+__all__ = [
+    "DeviceConformance",
+    "Draw",
+    "KernelConformance",
+    "LinearSchemeConformance",
+    "MatchesReference",
+    "ModelStateConformance",
+    "Reference",
+    "transformers_checkpoint",
+    "transformers_reference",
+]

@@ -92,7 +92,7 @@ class KeepsItsPromises(StateCase):
         if isinstance(answer, Yes):
             pytest.skip(f"{feature} is supported")
         with pytest.raises(PluginError, match=re.escape(answer.reason)):
-            self.lab.engine(**{"prefix": False, "chunked": False, SWITCHES[feature]: True})
+            self.lab.engine(None, **{name: name == SWITCHES[feature] for name in SWITCHES.values()})
 
     def test_taps(self) -> None:
         """Each declared point is called once a step, in order; what a tap returns is what goes on."""

@@ -67,6 +67,7 @@ class TouchCheck:
         out = self._forward(*arguments)
         batch = self._batch
         assert batch is not None, "forward was called before before_forward"
+        assert out[batch.token_valid].isfinite().all(), "forward gives NaN: something is read that nobody has written"
         live = set(batch.rows[batch.query_len > 0].tolist())
         others = [row for row in range(self.runner.parts.table.max_rows) if row not in live]
         for name, before in self._columns.items():

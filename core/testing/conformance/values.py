@@ -70,7 +70,7 @@ def forbid_values(engine: Engine) -> None:
 
     def guarded(method: Callable[..., Any]) -> Callable[..., Any]:
         def run(*arguments: Any) -> Any:
-            with no_host_copies(), NoValues():
+            with no_host_copies(), NoValues():  # type: ignore[no-untyped-call]
                 return method(*arguments)
 
         return run

@@ -1,0 +1,156 @@
+"""Cases for the built-in operations: awkward sizes, padding, dead rows, strided views, NaN wherever nothing may be read.
+
+A case is a function of an `Ops`, a `Draw` and sizes. It makes its arguments, calls one operation, and returns what is to be compared:
+tensors, arguments changed in place among them, or nestings of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from modelrunner.testing.conformance.step_cases import DIM, STEP_CASES, VOCAB
+
+Case = Callable[..., Any]
+
+
+@dataclass
+class Draw:
+    """Random arguments, the same for every device and for every call with the same seed."""
+
+    generator: torch.Generator
+    dtype: torch.dtype
+    device: torch.device
+
+    def noise(self, *shape: int) -> torch.Tensor:
+        """Normal numbers of the case's dtype."""
+        return torch.randn(*shape, generator=self.generator).to(self.device, self.dtype)
+
+    def uniform(self, *shape: int) -> torch.Tensor:
+        """float32 numbers in [0, 1)."""
+        return torch.rand(*shape, generator=self.generator).to(self.device)
+
+    def integers(self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        """Numbers in [low, high)."""
+        return torch.randint(low, high, shape, generator=self.generator).to(self.device, dtype)
+
+    def unwritten(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Memory for a result: NaN, or -9."""
+        dtype = dtype or self.dtype
+        return torch.full(shape, torch.nan if dtype.is_floating_point else -9, dtype=dtype, device=self.device)
+
+
+def cases_of(op: str) -> list[tuple[Case, tuple[Any, ...]]]:
+    """(case, sizes) for a built-in operation. Raises KeyError for another: a plugin brings cases for its own operations."""
+    if op not in CASES:
+        raise KeyError(f"no cases for operation {op!r}: define cases() in the test class. There are cases for {', '.join(sorted(CASES))}")
+    case, sizes = CASES[op]
+    return [(case, size) for size in sizes]
+
+
+# ---- layers ------------------------------------------------------------------------------------------------------------
+
+
+def silu_mul(ops: Any, draw: Draw, *shape: int) -> Any:
+    x = draw.noise(*shape)
+    kept = x.clone()
+    return ops.silu_mul(x), x - kept
+
+
+def gelu_tanh_mul(ops: Any, draw: Draw, *shape: int) -> Any:
+    x = draw.noise(*shape)
+    kept = x.clone()
+    return ops.gelu_tanh_mul(x), x - kept
+
+
+def rms_norm(ops: Any, draw: Draw, rows: int, size: int) -> Any:
+    x, weight = draw.noise(rows, 3 * size), draw.noise(size)
+    return ops.rms_norm(x[:, size : 2 * size], weight, 1e-5), ops.rms_norm(x.view(rows, 3, size), weight, 1e-6)
+
+
+def add_rms_norm(ops: Any, draw: Draw, rows: int, size: int) -> Any:
+    x, residual, weight = draw.noise(rows, size), draw.noise(rows, size), draw.noise(size)
+    kept = x.clone(), residual.clone()
+    return ops.add_rms_norm(x, residual, weight, 1e-5), x - kept[0], residual - kept[1]
+
+
+def apply_rope(ops: Any, draw: Draw, tokens: int, rotary: int) -> Any:
+    fused = draw.noise(tokens, 8 * DIM)
+    q, k = fused[:, : 5 * DIM].unflatten(-1, (5, DIM)), fused[:, 5 * DIM : 7 * DIM].unflatten(-1, (2, DIM))
+    angle = draw.uniform(100, rotary // 2) * 7
+    table = torch.cat((angle.cos(), angle.sin()), 1)
+    positions = draw.integers(0, 100, tokens)
+    return ops.apply_rope(q, k, None, table[positions]), ops.apply_rope(q, k, positions, table)
+
+
+def embedding(ops: Any, draw: Draw, tokens: int) -> Any:
+    weight, ids = draw.noise(VOCAB, 24), draw.integers(0, VOCAB, tokens)
+    out, wide = draw.unwritten(tokens + 2, 24), draw.unwritten(tokens + 2, 24, dtype=torch.float32)
+    ops.embedding(ids, weight, out[:tokens])
+    ops.embedding(ids, weight, wide[:tokens])
+    return out, wide
+
+
+def matmul(ops: Any, draw: Draw, rows: int, inner: int, outer: int) -> Any:
+    return ops.matmul(draw.noise(rows, inner), draw.noise(outer, inner) / inner**0.5)
+
+
+def int8_matmul(ops: Any, draw: Draw, rows: int, inner: int, outer: int) -> Any:
+    weight = draw.integers(-127, 128, outer, inner, dtype=torch.int8)
+    return ops.int8_matmul(draw.noise(rows, inner), weight, draw.uniform(outer) / (127 * inner**0.5))
+
+
+# ---- sampling ----------------------------------------------------------------------------------------------------------
+
+
+def logits(draw: Draw, rows: int, vocab: int) -> torch.Tensor:
+    """With ties, masked entries, and rows in which nothing is finite."""
+    made = draw.noise(rows, vocab) * 3
+    made[:, :: max(vocab // 7, 2)] = -torch.inf
+    made[0, -3:] = 40.0  # a tie: the lowest id wins
+    if rows > 3:
+        made[1], made[2, 0], made[3, 0] = -torch.inf, torch.nan, torch.inf
+    return made
+
+
+def greedy(ops: Any, draw: Draw, rows: int, vocab: int) -> Any:
+    given = logits(draw, rows, vocab)
+    kept = given.clone()
+    tokens, ok = ops.greedy(given)
+    return tokens[ok], ok, (tokens >= 0).all() & (tokens < vocab).all(), given.nan_to_num() - kept.nan_to_num()
+
+
+def sample(ops: Any, draw: Draw, rows: int, vocab: int, filtered: bool) -> Any:
+    temperature = draw.uniform(rows) * 1.5 * (draw.uniform(rows) > 0.2)
+    filters: Sequence[torch.Tensor | None] = (None, None, None)
+    if filtered:
+        filters = (draw.integers(0, vocab, rows, dtype=torch.int32), draw.uniform(rows) * 0.98 + 0.02, draw.uniform(rows) * 0.2)
+    seed, position, choice = draw.integers(-(2**62), 2**62, rows), draw.integers(0, 9999, rows), draw.integers(0, 9, rows)
+    tokens, ok = ops.sample(logits(draw, rows, vocab), temperature, *filters, seed, position, choice)
+    return tokens[ok], ok, (tokens >= 0).all() & (tokens < vocab).all()
+
+
+def gumbel_noise(ops: Any, draw: Draw, rows: int, vocab: int) -> Any:
+    seed, position, choice = draw.integers(-(2**62), 2**62, rows), draw.integers(0, 9999, rows), draw.integers(0, 9, rows)
+    return ops.gumbel_noise(seed, position, choice, 1, vocab)
+
+
+PAIRS = ((1, 1), (5, 63), (2, 500), (3, 1000))
+PRODUCTS = ((1, 1, 1), (3, 63, 7), (17, 64, 500), (40, 1000, 33))
+CASES: dict[str, tuple[Case, Sequence[tuple[Any, ...]]]] = {
+    "silu_mul": (silu_mul, ((1, 2), (5, 126), (2, 3, 1000))),
+    "gelu_tanh_mul": (gelu_tanh_mul, ((1, 2), (5, 126), (2, 3, 1000))),
+    "rms_norm": (rms_norm, PAIRS),
+    "add_rms_norm": (add_rms_norm, PAIRS),
+    "apply_rope": (apply_rope, ((1, DIM), (63, DIM), (9, 8))),
+    "embedding": (embedding, ((1,), (63,), (500,))),
+    "matmul": (matmul, PRODUCTS),
+    "int8_matmul": (int8_matmul, PRODUCTS),
+    "greedy": (greedy, ((1, 5), (7, 331), (4, 5000))),
+    "sample": (sample, ((1, 5, True), (9, 331, False), (9, 331, True), (5, 5000, True))),
+    "gumbel_noise": (gumbel_noise, ((1, 1), (7, 331))),
+    **STEP_CASES,
+}

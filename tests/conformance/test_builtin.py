@@ -1,0 +1,55 @@
+"""The built-in devices and linear schemes pass their suites."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import pytest
+import torch
+
+from modelrunner.devices.cpu import CpuDevice
+from modelrunner.devices.cuda import CudaDevice
+from modelrunner.devices.deferred import DeferredCpuDevice
+from modelrunner.linear import Int8Scheme, PlainScheme
+from modelrunner.testing.conformance import DeviceConformance, LinearSchemeConformance
+
+
+class TestPlain(LinearSchemeConformance):
+    scheme = PlainScheme
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class TestInt8(LinearSchemeConformance):
+    scheme = Int8Scheme
+    error = 0.02
+
+
+@pytest.mark.gpu
+class TestPlainOnCuda(LinearSchemeConformance):
+    scheme = PlainScheme
+    device_type = "cuda"
+
+
+@pytest.mark.gpu
+class TestInt8OnCuda(LinearSchemeConformance):
+    scheme = Int8Scheme
+    error = 0.02
+    device_type = "cuda"
+
+
+class TestCpu(DeviceConformance):
+    device = CpuDevice
+
+
+class TestDeferredCpu(DeviceConformance):
+    device = DeferredCpuDevice
+
+
+class TestDeferredCpuThatNeverRunsEarly(DeviceConformance):
+    device = DeferredCpuDevice
+    settings: ClassVar = {"plugin.deferred_cpu.run_probability": 0.0}
+
+
+@pytest.mark.gpu
+class TestCuda(DeviceConformance):
+    device = CudaDevice
