@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # what a modeling file looks its attention function up in
 STATEFUL = ("_is_stateful = True", "create_recurrent_attention_mask")  # what it says, or calls, when it has recurrent state
-ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
+ATTENTION_LAYERS = ("full_attention", "sliding_attention")
 
 
 def reason_against(card: ModelCard, settings: RunnerSettings) -> str:
@@ -47,9 +47,11 @@ def reason_against_architecture(card: ModelCard) -> str:
         return f"{architecture} is not transformers' causal decoder of model_type {card.model_type!r} ({known or 'it has none'})"
     file = modeling_file(card.model_type)
     source = "" if file is None else file.read_text(encoding="utf-8")
-    others = sorted(set(card.config.get("layer_types") or ()) - ATTENTION_LAYERS)
-    if others or any(mark in source for mark in STATEFUL):
-        return f"{architecture} keeps other state than attention's keys and values{f' (layers of type {others})' if others else ''}"
+    others = sorted(set(card.config.get("layer_types") or ()).difference(ATTENTION_LAYERS))
+    if others:
+        return f"{architecture} has layers of type {', '.join(others)}; only those of type {' and '.join(ATTENTION_LAYERS)} run"
+    if any(mark in source for mark in STATEFUL):
+        return f"{architecture} keeps a recurrent state besides attention's keys and values"
     if INTERFACE not in source:
         return f"{architecture} computes attention, or what it has in its place, itself and takes no function from outside"
     return ""

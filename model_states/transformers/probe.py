@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import transformers
@@ -86,7 +86,7 @@ def attention_function(name: str, function: Callable[..., Any]) -> Iterator[None
     try:
         yield
     finally:
-        del ALL_ATTENTION_FUNCTIONS[name]
+        ALL_ATTENTION_FUNCTIONS.pop(name)
 
 
 @contextmanager
@@ -108,11 +108,12 @@ def create(
     architecture: str, config: PreTrainedConfig, name: str, dtype: torch.dtype, device: torch.device | str, **options: Any
 ) -> PreTrainedModel:
     """The model `architecture` with empty parameters and its attention looked up under `name`."""
-    cls: type[PreTrainedModel] = getattr(transformers, architecture)
+    cls: Any = getattr(transformers, architecture)
     with attention_function(name, unbound), torch.device(device), no_init_weights():
-        model = cls._from_config(deepcopy(config), dtype=dtype, attn_implementation=name, **options)
+        model: PreTrainedModel = cls._from_config(deepcopy(config), dtype=dtype, attn_implementation=name, **options)
         model.tie_weights()  # part of the initialisation that was left out
-    return model.eval().requires_grad_(False)
+    model.eval().requires_grad_(False)
+    return model
 
 
 def unbound(*args: Any, **kwargs: Any) -> Any:
@@ -152,7 +153,7 @@ def refuse_memory(model: PreTrainedModel) -> None:
 
 
 def _run(model: PreTrainedModel, name: str, max_length: int) -> DecoderPlan:
-    decoder = model.get_decoder()
+    decoder = cast(Any, model).get_decoder()
     path = next((path for path, module in model.named_modules() if module is decoder), "")
     if not path:
         raise Unfit("it has no decoder apart from its head")
@@ -168,16 +169,11 @@ def _run(model: PreTrainedModel, name: str, max_length: int) -> DecoderPlan:
         calls.append(attention_call(module, query, key, value, attention_mask, extra, max_length))
         return value.new_empty(1, query.shape[2], query.shape[1], value.shape[3]), None
 
-    whole = {"device": "meta", "dtype": torch.long}
+    zeros = torch.zeros(1, TOKENS, dtype=torch.long, device="meta")
     with torch.inference_mode(), attention_function(name, note), mask_function(name, seen_by):
-        embeddings = model.get_input_embeddings()(torch.zeros(1, TOKENS, **whole))
+        embeddings = model.get_input_embeddings()(zeros)
         # A mask of ones asks for the mask of one plain sequence. Without it transformers would look at positions, of which there are none.
-        output = decoder(
-            inputs_embeds=embeddings,
-            position_ids=torch.zeros(1, TOKENS, **whole),
-            attention_mask=torch.ones(1, TOKENS, **whole),
-            use_cache=False,
-        )
+        output = decoder(inputs_embeds=embeddings, position_ids=zeros, attention_mask=torch.ones_like(zeros), use_cache=False)
     if not calls:
         raise Unfit("it never calls the attention function")
     hidden = output.last_hidden_state

@@ -6,31 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from modelrunner.testing.conformance import MatchesReference, ModelStateConformance
-
-TINY: dict[str, Any] = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.15,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-TINY_GPT: dict[str, Any] = {
-    "vocab_size": 97,
-    "n_embd": 32,
-    "n_inner": 48,
-    "n_layer": 3,
-    "n_head": 4,
-    "n_positions": 256,
-    "initializer_range": 0.15,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+from tests.model_states.transformers.configs import config
 
 
 class TestGPT2(ModelStateConformance):
@@ -39,7 +15,7 @@ class TestGPT2(ModelStateConformance):
     model_state = "transformers"
 
     def tiny_config(self) -> Mapping[str, Any]:
-        return {"model_type": "gpt2", **TINY_GPT, "scale_attn_by_inverse_layer_idx": True}
+        return config("gpt2")
 
 
 class TestGemma2(ModelStateConformance):
@@ -48,8 +24,7 @@ class TestGemma2(ModelStateConformance):
     model_state = "transformers"
 
     def tiny_config(self) -> Mapping[str, Any]:
-        capped = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 10}
-        return {"model_type": "gemma2", **TINY, "head_dim": 12, "sliding_window": 6, **capped}
+        return config("gemma2")
 
 
 class TestQwen3Moe(ModelStateConformance):
@@ -58,8 +33,7 @@ class TestQwen3Moe(ModelStateConformance):
     model_state = "transformers"
 
     def tiny_config(self) -> Mapping[str, Any]:
-        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
-        return {"model_type": "qwen3_moe", **TINY, "head_dim": 12, **experts}
+        return config("qwen3_moe")
 
 
 class TestMixtral(MatchesReference):
@@ -68,7 +42,7 @@ class TestMixtral(MatchesReference):
     model_state = "transformers"
 
     def tiny_config(self) -> Mapping[str, Any]:
-        return {"model_type": "mixtral", **TINY, "num_local_experts": 4, "sliding_window": 6}
+        return config("mixtral")
 
 
 class TestDeepseekV3(MatchesReference):
@@ -77,9 +51,7 @@ class TestDeepseekV3(MatchesReference):
     model_state = "transformers"
 
     def tiny_config(self) -> Mapping[str, Any]:
-        heads = {"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12}
-        experts = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 24}
-        return {"model_type": "deepseek_v3", **TINY, **heads, "v_head_dim": 8, **experts, "first_k_dense_replace": 1}
+        return config("deepseek_v3")
 
 
 class TestGlm4Moe(MatchesReference):
@@ -88,8 +60,7 @@ class TestGlm4Moe(MatchesReference):
     model_state = "transformers"
 
     def tiny_config(self) -> Mapping[str, Any]:
-        experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "first_k_dense_replace": 1}
-        return {"model_type": "glm4_moe", **TINY, "head_dim": 8, **experts}
+        return config("glm4_moe")
 
 
 class TestOlmo2(MatchesReference):
@@ -98,7 +69,7 @@ class TestOlmo2(MatchesReference):
     model_state = "transformers"
 
     def tiny_config(self) -> Mapping[str, Any]:
-        return {"model_type": "olmo2", **TINY}
+        return config("olmo2")
 
 
 class TestCohere(MatchesReference):
@@ -107,7 +78,7 @@ class TestCohere(MatchesReference):
     model_state = "transformers"
 
     def tiny_config(self) -> Mapping[str, Any]:
-        return {"model_type": "cohere", **TINY, "logit_scale": 0.7, "use_qk_norm": True}
+        return config("cohere")
 
 
 class TestGranite(MatchesReference):
@@ -116,8 +87,7 @@ class TestGranite(MatchesReference):
     model_state = "transformers"
 
     def tiny_config(self) -> Mapping[str, Any]:
-        factors = {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.3, "logits_scaling": 2.0}
-        return {"model_type": "granite", **TINY, **factors}
+        return config("granite")
 
 
 class TestGPTNeoX(MatchesReference):
@@ -126,7 +96,7 @@ class TestGPTNeoX(MatchesReference):
     model_state = "transformers"
 
     def tiny_config(self) -> Mapping[str, Any]:
-        return {"model_type": "gpt_neox", **TINY, "rotary_pct": 0.25}
+        return config("gpt_neox")
 
 
 class TestGPTJ(MatchesReference):
@@ -135,7 +105,7 @@ class TestGPTJ(MatchesReference):
     model_state = "transformers"
 
     def tiny_config(self) -> Mapping[str, Any]:
-        return {"model_type": "gptj", **TINY_GPT, "rotary_dim": 4}
+        return config("gptj")
 
 
 class TestOPT(MatchesReference):
@@ -144,7 +114,7 @@ class TestOPT(MatchesReference):
     model_state = "transformers"
 
     def tiny_config(self) -> Mapping[str, Any]:
-        return {"model_type": "opt", **TINY, "ffn_dim": 48, "word_embed_proj_dim": 16}
+        return config("opt")
 
 
 class TestGPTBigCode(MatchesReference):
@@ -153,7 +123,7 @@ class TestGPTBigCode(MatchesReference):
     model_state = "transformers"
 
     def tiny_config(self) -> Mapping[str, Any]:
-        return {"model_type": "gpt_bigcode", **TINY_GPT, "multi_query": True}
+        return config("gpt_bigcode")
 
 
 class TestStarcoder2(MatchesReference):
@@ -162,7 +132,7 @@ class TestStarcoder2(MatchesReference):
     model_state = "transformers"
 
     def tiny_config(self) -> Mapping[str, Any]:
-        return {"model_type": "starcoder2", **TINY, "sliding_window": 6}
+        return config("starcoder2")
 
 
 class TestStableLm(MatchesReference):
@@ -171,4 +141,4 @@ class TestStableLm(MatchesReference):
     model_state = "transformers"
 
     def tiny_config(self) -> Mapping[str, Any]:
-        return {"model_type": "stablelm", **TINY, "use_parallel_residual": True}
+        return config("stablelm")
