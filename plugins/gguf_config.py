@@ -16,6 +16,7 @@ ARCHITECTURES = {
     "mistral": ("MistralForCausalLM", "mistral"),
     "qwen2": ("Qwen2ForCausalLM", "qwen2"),
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
+    "gemma3": ("Gemma3ForCausalLM", "gemma3_text"),
 }
 # Hugging Face name -> GGUF name below the architecture's
 REQUIRED = {
@@ -48,7 +49,7 @@ def gguf_config(card: ModelCard) -> dict[str, Any]:
     config.update({name: metadata[f"tokenizer.ggml.{name}"] for name in TOKEN_IDS if f"tokenizer.ggml.{name}" in metadata})
     if config.get("sliding_window") and arch == "llama":  # the converter writes Mistral as llama
         class_name, model_type = ARCHITECTURES["mistral"]
-    return {
+    config = {
         **config,
         "architectures": [class_name],
         "model_type": model_type,
@@ -58,6 +59,20 @@ def gguf_config(card: ModelCard) -> dict[str, Any]:
         "attention_bias": "blk.0.attn_q.bias" in tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in tensors,
         "rope_parameters": rope_parameters(metadata, arch),
+    }
+    return {**config, **gemma3_fields(config, metadata)} if arch == "gemma3" else config
+
+
+def gemma3_fields(config: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """What Gemma 3 has of its own. Files do not say how scores are scaled: by the head size, but for the 27B model, known by its layers."""
+    size_27b = config["num_hidden_layers"] == 62
+    scalar = config["hidden_size"] // config["num_attention_heads"] if size_27b else config.get("head_dim")
+    sliding = {"rope_type": "default", "rope_theta": metadata.get("gemma3.rope.freq_base_swa") or 10000.0}
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": scalar,
+        "sliding_window_pattern": metadata.get("gemma3.attention.sliding_window_pattern"),
+        "rope_parameters": {"full_attention": config["rope_parameters"], "sliding_attention": sliding},
     }
 
 

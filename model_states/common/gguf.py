@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 GLOBAL_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -22,13 +24,16 @@ _HF_LAYER_NAMES = {hf: gguf for gguf, hf in LAYER_NAMES.items()}
 _HF_GLOBAL_NAMES = {hf: gguf for gguf, hf in GLOBAL_NAMES.items()}
 
 
-def gguf_name(name: str) -> str:
-    """The GGUF name of a tensor with the Hugging Face name `name`, e.g. `model.layers.3.mlp.up_proj.weight` -> `blk.3.ffn_up.weight`."""
+def gguf_name(name: str, own: Mapping[str, str] | None = None) -> str:
+    """The GGUF name of a tensor with the Hugging Face name `name`, e.g. `model.layers.3.mlp.up_proj.weight` -> `blk.3.ffn_up.weight`.
+
+    own: a family's own names within a layer, Hugging Face -> GGUF, which come first.
+    """
     stem, _, leaf = name.rpartition(".")
     if stem in _HF_GLOBAL_NAMES:
         return f"{_HF_GLOBAL_NAMES[stem]}.{leaf}"
     _, _, layer, inner = stem.split(".", 3)
-    return f"blk.{layer}.{_HF_LAYER_NAMES[inner]}.{leaf}"
+    return f"blk.{layer}.{(own or {}).get(inner) or _HF_LAYER_NAMES[inner]}.{leaf}"
 
 
 def unpermute(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:

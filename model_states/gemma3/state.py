@@ -45,7 +45,7 @@ class Gemma3State(ModelState):
         return Yes() if feature in FEATURES else No(f"Gemma 3 models know nothing of {feature!r}")
 
     def weight_map(self, card: ModelCard) -> WeightMap:
-        return gemma3_weight_map(self.config)
+        return gemma3_weight_map(card, self.config)
 
     def build(self, ctx: BuildContext) -> Gemma3Model:
         if ctx.shard.size != 1:
