@@ -12,11 +12,10 @@ Nothing here imports torch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class StepReport:
+class StepReport(NamedTuple):
     """One step, from the start of its plan to the end of its commit. Times are `time.monotonic()` seconds.
 
     planning, planned: the scheduler decided between them. launched: the step was enqueued (on a CPU device: done). waiting: the engine
@@ -49,8 +48,7 @@ class StepReport:
     num_preemptions: int
 
 
-@dataclass(frozen=True, slots=True)
-class RequestStart:
+class RequestStart(NamedTuple):
     """A request was accepted. arrival: `time.monotonic()` seconds. num_prompt_tokens: of its prompt. priority: lower runs earlier."""
 
     request_id: str
@@ -59,8 +57,7 @@ class RequestStart:
     priority: int
 
 
-@dataclass(frozen=True, slots=True)
-class RequestFinish:
+class RequestFinish(NamedTuple):
     """A request ended. reason: `stop`, `length`, `abort`, `timeout` or `error`. Times are `time.monotonic()` seconds.
 
     first_token: when its first output token was committed, None if it has none. num_cached_tokens: of the prompt, found in the cache.

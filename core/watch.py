@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from modelrunner.scheduler import Committed, Scheduler
 
 Listener = tuple[str, Observer, Callable[[Any], None]]  # plugin, observer, its method
-Launched = tuple[float, float, float, int, int, int, int, int]
+Launched = tuple[tuple[float, float, float], tuple[int, int, int, int], int]  # times, counts, preemptions
 
 
 class Watch:
@@ -34,7 +34,7 @@ class Watch:
         self._reports: list[StepReport] = []
         self._starts: list[RequestStart] = []
         self._finishes: list[tuple[Request, float]] = []
-        self._preemptions = 0
+        self._preemptions = self._generated = 0  # as told so far
 
     def _listeners(self, method: str) -> list[Listener]:
         default = getattr(Observer, method)
@@ -56,46 +56,23 @@ class Watch:
             return
         scheduler = self._scheduler
         preemptions = scheduler.stats.preemptions
-        self._launches.append(
-            (
-                planning,
-                planned,
-                time.monotonic(),
-                scheduler.num_running,
-                scheduler.num_waiting,
-                scheduler.num_in_flight,
-                scheduler.pool.available,
-                preemptions - self._preemptions,
-            )
-        )
+        now = time.monotonic()
+        counts = scheduler.num_running, scheduler.num_waiting, scheduler.num_in_flight
+        self._launches.append(((planning, planned, now), (*counts, scheduler.pool.available), preemptions - self._preemptions))
         self._preemptions = preemptions
 
     def committed(self, plan: Plan, waiting: float, arrived: float, committed: Committed) -> None:
         """The oldest launched step was committed just now."""
         if not self._launches:
             return
-        planning, planned, launched, running, queued, in_flight, pages, preemptions = self._launches.popleft()
+        times, counts, preemptions = self._launches.popleft()
+        generated = self._scheduler.stats.generated_tokens
+        step = plan.num_rows, plan.num_tokens, plan.num_decode, generated - self._generated, len(committed.finished)
+        self._generated = generated
+        now = time.monotonic()
+        # By place, in the order of the report's fields: a step should not wait for names.
         self._reports.append(
-            StepReport(
-                step=plan.step,
-                planning=planning,
-                planned=planned,
-                launched=launched,
-                waiting=waiting,
-                arrived=arrived,
-                committed=time.monotonic(),
-                num_rows=plan.num_rows,
-                num_tokens=plan.num_tokens,
-                num_decode=plan.num_decode,
-                num_generated=int(committed.num_tokens.sum()),
-                num_finished=len(committed.finished),
-                num_running=running,
-                num_waiting=queued,
-                num_in_flight=in_flight,
-                pages_free=pages,
-                pages_total=self._scheduler.pool.capacity,
-                num_preemptions=preemptions,
-            )
+            StepReport(plan.step, *times, waiting, arrived, now, *step, *counts, self._scheduler.pool.capacity, preemptions)
         )
 
     # ---- telling ---------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from modelrunner.cli import Command
+from modelrunner.plugins import trace
 
 if TYPE_CHECKING:
     from modelrunner.plugin_manager import PluginManager
@@ -43,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stop", action="append", metavar="TEXT", help="end the output before this text; repeatable")
     parser.add_argument("--ignore-eos", action="store_true", default=None, help="go on past the end of the sequence")
     parser.add_argument("--json", action="store_true", help="one JSON object a line: prompt_token_ids, token_ids, text, finish_reason")
+    trace.add_option(parser)
 
 
 def read_prompt_file(name: str) -> str:
@@ -68,7 +70,7 @@ def run(args: argparse.Namespace, manager: PluginManager) -> int:
     SamplingParams(**given)  # a wrong parameter is told before the model is loaded
     from modelrunner.llm import LLM
 
-    with LLM(args.model or "", plugins=args.plugins, **args.settings) as llm:
+    with LLM(args.model or "", plugins=args.plugins, **trace.traced(args.settings, args.trace)) as llm:
         params = SamplingParams(**{**default_params(llm.card).model_dump(exclude_defaults=True), **given})
         outputs = generate(llm, args.prompts, params, args.chat)
     show_json(outputs) if args.json else show_text(args.prompts, outputs)

@@ -16,7 +16,7 @@ import modelrunner
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = {"core": "modelrunner"} | {folder: f"modelrunner/{folder}" for folder in ("kernels", "model_states", "plugins")}
-EXPECTED = re.compile(r"modelrunner/.*\.(py|typed)$|modelrunner-[^/]*\.dist-info/")
+EXPECTED = re.compile(r"modelrunner/.*\.(py|typed|html)$|modelrunner-[^/]*\.dist-info/")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
