@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from modelrunner.attention import AttentionBackend
+from modelrunner.attention import AttentionBackend, NoAttention
 from modelrunner.caches import allocate_caches
 from modelrunner.checkpoint import CheckpointReader, ModelCard
 from modelrunner.device import Device
@@ -118,7 +118,8 @@ def assemble(arguments: Mapping[str, Any], plugins: Sequence[object] = ()) -> As
     table = RequestTable(columns, settings.scheduler.max_rows, device.torch_device, patch_capacity(settings, layouts, max_model_len, needs))
     backends: dict[str, AttentionBackend] = {}
     for group, cache in ((layout.group, caches[layout.group.name]) for layout in layouts):
-        backends[group.name] = choose("attention_backend", group=group, device=device, settings=settings)(group, cache, ops, dtype)
+        backend = choose("attention_backend", group=group, device=device, settings=settings) if group.attends else NoAttention
+        backends[group.name] = backend(group, cache, ops, dtype)
     parts = Parts(device, ops, state, needs, dtype, sampler, table, layouts, caches, backends, taps)
     runner = Runner(
         parts,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from modelrunner.errors import PluginError
 from modelrunner.model_state import CacheGroup, FullAttention
 
 if TYPE_CHECKING:
@@ -84,6 +85,22 @@ class AttentionBackend(ABC):
         q: [T, num_heads, head_dim]. k, v: [T, num_kv_heads, head_dim]. layer: index within the group (place in a page). step: what
         `begin` returned. Returns [T, num_heads * head_dim] in q's dtype; rows of invalid tokens are finite.
         """
+
+
+class NoAttention(AttentionBackend):
+    """Stands for a backend where a cache group does not attend: the metadata is all that there is."""
+
+    def __init__(self, group: CacheGroup, cache: torch.Tensor, ops: Ops, dtype: torch.dtype) -> None:
+        self.group = group  # type: ignore[assignment]
+        self.cache = cache
+        self.ops = ops
+        self.dtype = dtype
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, step: Any) -> torch.Tensor:
+        raise PluginError(
+            f"cache group {self.group.name!r} ({type(self.group).__name__}) does not attend; read and write `caches[{self.group.name!r}]`, "
+            f"with the metadata in `attention[{self.group.name!r}].meta`"
+        )
 
 
 class BoundAttention:

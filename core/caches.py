@@ -14,16 +14,15 @@ def allocate_caches(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Allocate the arena, [num_pages, page_bytes] uint8 zeros, and view it per group.
 
-    A group's view is [num_pages, num_layers, tokens_per_page, *token_shape] in `dtype`; views of different groups share the bytes of
-    a page, and the pool gives each page to one group at a time. Page 0 is the null page: it stays zero.
+    A group's view is [num_pages, num_layers, *page_shape] in its own type, by default `dtype`; views of different groups share the bytes
+    of a page, and the pool gives each page to one group at a time. Page 0 is the null page: it stays zero.
     """
     arena = torch.zeros(num_pages, page_bytes, dtype=torch.uint8, device=device)
-    typed = arena.view(dtype)
     views = {}
     for layout in layouts:
-        shape = (len(layout.group.layers), layout.tokens_per_page, *layout.group.token_shape())
-        elements = layout.group.elements_per_token() * layout.tokens_per_page
-        views[layout.group.name] = typed[:, :elements].unflatten(1, shape)
+        group, tokens = layout.group, layout.tokens_per_page
+        typed = arena.view(group.cache_dtype() or dtype)
+        views[group.name] = typed[:, : group.page_elements(tokens)].unflatten(1, (len(group.layers), *group.page_shape(tokens)))
     return arena, views
 
 

@@ -9,10 +9,11 @@ Dimension letters: T tokens of the step, N rows of the step, H hidden size, V vo
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +40,9 @@ IntArray = npt.NDArray[np.int64]
 class CacheGroup(ABC):
     """Layers that share one block table. An open protocol: a family may subclass it for a memory of its own.
 
+    A group whose pages hold something for each token defines `token_shape`. One whose pages hold a fixed amount, however many tokens they
+    stand for, overrides `page_shape` and gives `page_tokens` (see `RecurrentState`).
+
     name: key of the group in `attention` and `caches`.
     layers: the model's layer indices that the group serves, in the order in which they lie in a page.
     """
@@ -46,13 +50,29 @@ class CacheGroup(ABC):
     name: str
     layers: tuple[int, ...]
 
-    @abstractmethod
+    attends: ClassVar[bool] = True
+    """Whether an `attention_backend` serves the group. If not, the state reads and writes `caches[name]` itself."""
+
     def token_shape(self) -> tuple[int, ...]:
         """Shape of what one layer keeps for one token, e.g. [2, num_kv_heads, head_dim]."""
+        raise NotImplementedError(f"{type(self).__name__} {self.name!r} keeps nothing by the token; its pages have a `page_shape`")
 
-    def elements_per_token(self) -> int:
-        """Cache elements that one token takes over all layers of the group."""
-        return len(self.layers) * int(np.prod(self.token_shape()))
+    def page_shape(self, tokens: int) -> tuple[int, ...]:
+        """Shape of what one layer keeps in a page of `tokens` tokens."""
+        return (tokens, *self.token_shape())
+
+    def page_tokens(self) -> int | None:
+        """Tokens that a page stands for, where the group decides that itself (it is rounded up to a multiple of `cache.page_size`). None:
+        as many as fit into a page."""
+        return None
+
+    def cache_dtype(self) -> torch.dtype | None:
+        """Type of the group's elements; None for that of the cache."""
+        return None
+
+    def page_elements(self, tokens: int) -> int:
+        """Cache elements of a page of `tokens` tokens, over all layers of the group."""
+        return len(self.layers) * math.prod(self.page_shape(tokens))
 
     def needed_from(self, length: IntArray) -> IntArray:
         """Lowest position that computing position `length` and later ones can still read, for an array of lengths (tokens).
@@ -101,6 +121,46 @@ class SlidingWindow(FullAttention):
 
     def needed_from(self, length: IntArray) -> IntArray:
         return np.maximum(length - self.window_size + 1, 0)
+
+
+@dataclass(frozen=True)
+class RecurrentState(CacheGroup):
+    """Layers that carry a state from token to token, of a size that does not grow.
+
+    Entry i of the block table holds the state after min(length, (i + 1) * P) tokens of the request, P = tokens a page. A step reads entry
+    (length - 1) // P (none for a request without tokens: its state is the null page's, zeros) and writes the entries of its own tokens,
+    first to last: each is left at its own end, the last one at the end of the step. So a full page is a snapshot that never changes
+    again and can be found by other requests, and only the newest page is still needed.
+
+    With drafts a step may compute tokens that do not count. A page then keeps an older state, and the inputs of the tokens since, and
+    its reader applies as many of them as `batch.computed` says: K + 1 copies of the state are never needed. Room for these inputs is part
+    of `state_shape`.
+
+    state_shape: what one layer keeps in a page. interval: tokens between snapshots; larger ones take less memory while a prompt is read,
+    smaller ones find longer prefixes. Where no prefix is to be found, it can be the model's whole context. dtype: None for the cache's.
+    """
+
+    state_shape: tuple[int, ...]
+    interval: int
+    dtype: torch.dtype | None = None
+
+    attends: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if self.interval < 1:
+            raise ValueError(f"cache group {self.name!r}: the interval is {self.interval}; it must be at least 1 token")
+
+    def page_shape(self, tokens: int) -> tuple[int, ...]:
+        return self.state_shape
+
+    def page_tokens(self) -> int:
+        return self.interval
+
+    def cache_dtype(self) -> torch.dtype | None:
+        return self.dtype
+
+    def needed_from(self, length: IntArray) -> IntArray:
+        return np.maximum(length - 1, 0)
 
 
 @dataclass(frozen=True)
@@ -261,8 +321,9 @@ class ModelState(ABC):
         """D R. Run the layers.
 
         hidden: [T, H] embeddings, may be overwritten. positions: what `positions` returned. attention: group name -> callable
-        `(q, k, v, layer) -> [T, num_heads * head_dim]`, which writes k and v at the step's slots. caches: group name ->
-        [num_pages, num_layers, tokens_per_page, *token_shape]. tap: call it as `hidden = tap(name, hidden)` at declared tap points.
+        `(q, k, v, layer) -> [T, num_heads * head_dim]`, which writes k and v at the step's slots; of a group that does not attend, only
+        its `meta` is of use. caches: group name -> [num_pages, num_layers, *page_shape]. tap: call it as `hidden = tap(name, hidden)` at
+        declared tap points.
         Returns [T, H], normalised, ready for `logits`.
         """
 

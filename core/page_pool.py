@@ -49,15 +49,19 @@ class GroupLayout:
 def page_layout(groups: Sequence[CacheGroup], page_size: int, itemsize: int) -> tuple[int, list[GroupLayout]]:
     """Share pages of equal bytes between groups: (bytes of a page, layouts in the order of `groups`).
 
-    page_size: tokens per page of the group with the most bytes per token. itemsize: bytes of a cache element. The other groups get as many
-    whole multiples of `page_size` as fit into the same bytes, so that prefixes which all groups can serve stay frequent.
+    itemsize: bytes of an element of a group that does not choose its own type. A page holds `page_size` tokens of the group with the most
+    bytes per token, or the one fixed amount of a group that keeps such (`CacheGroup.page_tokens`), if that is more. The groups that keep
+    something by the token get as many whole multiples of `page_size` as fit into these bytes, so that prefixes which all groups can serve
+    stay frequent.
     """
     if not groups:
         return page_size * itemsize, []
-    token_bytes = [group.elements_per_token() * itemsize for group in groups]
-    page_bytes = max(token_bytes) * page_size
+    sizes = [itemsize if (dtype := group.cache_dtype()) is None else dtype.itemsize for group in groups]
+    fixed = [None if (tokens := group.page_tokens()) is None else -(-tokens // page_size) * page_size for group in groups]
+    least = [group.page_elements(tokens or page_size) * size for group, tokens, size in zip(groups, fixed, sizes, strict=True)]
+    page_bytes = -(-max(least) // max(sizes)) * max(sizes)  # every group can see the pages in its own type
     return page_bytes, [
-        GroupLayout(group, page_bytes // size // page_size * page_size) for group, size in zip(groups, token_bytes, strict=True)
+        GroupLayout(group, tokens or page_bytes // size * page_size) for group, tokens, size in zip(groups, fixed, least, strict=True)
     ]
 
 
