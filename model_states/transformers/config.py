@@ -76,7 +76,10 @@ def hf_config(card: ModelCard) -> PreTrainedConfig:
         config: PreTrainedConfig = CONFIG_MAPPING[card.model_type].from_dict(fields)
     except Exception as error:
         raise ValueError(f"{card.name}: transformers refuses the configuration: {type(error).__name__}: {error}") from error
-    config.return_dict = True  # forwards give named outputs
+    config.return_dict = True  # forwards give named outputs, and of them only what is used
+    for extra in ("output_attentions", "output_hidden_states", "output_router_logits"):
+        if getattr(config, extra, False):
+            setattr(config, extra, False)
     return config
 
 

@@ -33,6 +33,7 @@ TOKENS = 7  # of the dataless run; a number that no sensible model has elsewhere
 # Keywords of an attention function that change nothing here: no training, no cache of theirs, positions already used.
 IGNORED = frozenset({"cache_position", "dropout", "is_causal", "output_attentions", "past_key_values", "position_ids", "use_cache"})
 READ = frozenset({"scaling", "sliding_window", "softcap"})
+MEANING = {"s_aux": "s_aux (attention sinks)", "position_bias": "position_bias (scores by distance)"}
 
 _names = count()
 
@@ -110,10 +111,9 @@ def create(
     """The model `architecture` with empty parameters and its attention looked up under `name`."""
     cls: Any = getattr(transformers, architecture)
     with attention_function(name, unbound), torch.device(device), no_init_weights():
-        model: PreTrainedModel = cls._from_config(deepcopy(config), dtype=dtype, attn_implementation=name, **options)
+        model: Any = cls._from_config(deepcopy(config), dtype=dtype, attn_implementation=name, **options)
         model.tie_weights()  # part of the initialisation that was left out
-    model.eval().requires_grad_(False)
-    return model
+    return cast("PreTrainedModel", model.eval().requires_grad_(False))
 
 
 def unbound(*args: Any, **kwargs: Any) -> Any:
@@ -132,10 +132,12 @@ def follow(architecture: str, config: PreTrainedConfig, max_length: int) -> Deco
         refuse_memory(model)
         notes = _run(model, name, max_length)
     except Unfit as error:
-        raise Unfit(f"{architecture}: {error}") from None
+        raise Unfit(f"the transformers fallback does not run {architecture}: {error}") from None
     except Exception as error:
         cause = f"{type(error).__name__}: {error}"
-        raise Unfit(f"{architecture} cannot be followed without data, so what it needs is unknown: {cause}") from error
+        raise Unfit(
+            f"the transformers fallback does not run {architecture}: without data its forward fails, so what it needs is unknown: {cause}"
+        ) from error
     return notes
 
 
@@ -192,7 +194,8 @@ def attention_call(
     if not (query.shape[:1] == key.shape[:1] == (1,) and query.shape[2] == key.shape[2] == value.shape[2] == TOKENS):
         shapes = [tuple(tensor.shape) for tensor in (query, key, value)]
         raise Unfit(f"{layer} attends with q, k, v of shapes {shapes}; [1, heads, {TOKENS}, head size] each is needed")
-    unknown = sorted(name for name, given in extra.items() if name not in IGNORED | READ and given is not None and given is not False)
+    given = {name for name, value in extra.items() if value is not None and value is not False}
+    unknown = sorted(MEANING.get(name, name) for name in given - IGNORED - READ)
     if unknown:
         raise Unfit(f"{layer} passes {', '.join(unknown)} to attention, which attention over the paged cache does not take")
     if extra.get("is_causal") is False or not getattr(module, "is_causal", True):

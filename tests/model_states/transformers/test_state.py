@@ -131,6 +131,11 @@ def test_dummy_weights(save: Callable[..., Path]) -> None:
     assert tokens(engine(folder, load_format="dummy", seed=1)) != tokens(engine(folder, load_format="dummy", seed=2))
 
 
+def test_outputs_that_nobody_reads_are_not_asked_for(save: Callable[..., Path]) -> None:
+    want = tokens(engine(save("mixtral")))
+    assert tokens(engine(save("mixtral", output_router_logits=True, output_hidden_states=True))) == want
+
+
 # ---- a process shared with transformers ----------------------------------------------------------------------------
 
 
