@@ -317,7 +317,7 @@ class Engine:
 
     def _pause(self) -> None:
         """Collect everything and let all running requests wait, so that nothing holds pages."""
-        self._ready += self.drain()
+        self._ready = self.drain()  # which takes what was ready before
         for request in list(self.requests.values()):
             self.scheduler.preempt(request.id)
 

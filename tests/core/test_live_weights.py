@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from modelrunner import SamplingParams
+from modelrunner import OutputKind, SamplingParams
 from modelrunner.engine import EngineError
 from modelrunner.errors import CheckpointError, RequestError
 from modelrunner.testing import Driver, EngineProbe, P, Subject, assert_same, assert_tokens, dense, ref
@@ -184,3 +184,22 @@ def test_expired_requests_are_forgotten() -> None:
     driver.finish(max_steps=5)
     assert driver.result("late").finish_reason == "timeout"
     EngineProbe(driver).assert_clean()
+
+
+def test_outputs_collected_between_steps_come_once() -> None:
+    driver = Driver(dense(1).engine(depth=3, device="deferred_cpu", run_probability=0.0))
+    params = GREEDY.model_copy(update={"output_kind": OutputKind.DELTA})
+    driver.add("a", P(20, 1), params)
+    driver.step()
+    driver.step()
+    for version in ("x", "y"):
+        driver.engine.update_weights(tensors(dense(1)), version)
+    driver.engine.sleep()
+    driver.engine.wake_up()
+    assert driver.engine.has_unfinished()
+    driver.finish()
+    told = [token for output in driver.outputs["a"] for token in output.outputs[0].token_ids]
+    assert told == list(ref(dense(1), P(20, 1), GREEDY).token_ids)
+    versions = [output.weight_version for output in driver.outputs["a"]]
+    assert versions[:2] == ["0", "0"]
+    assert set(versions[2:]) == {"y"}
