@@ -10,11 +10,13 @@ import torch
 
 from modelrunner.errors import PluginError
 from modelrunner.model_state import No, Yes
+from modelrunner.request import SamplingParams
 from modelrunner.testing.conformance.case import StateCase
 from modelrunner.testing.conformance.lab import FEATURES
 from modelrunner.testing.conformance.touch import TouchCheck
 from modelrunner.testing.conformance.trace import StepTrace
 from modelrunner.testing.conformance.values import forbid_values
+from modelrunner.testing.drive import Driver
 
 PADDED = {"graphs.bucket_rows": (3, 6, 9), "graphs.bucket_tokens": (10, 24, 64)}
 SWITCHES = {"prefix_cache": "prefix", "chunked_prefill": "chunked"}
@@ -141,6 +143,20 @@ class KeepsItsPromises(StateCase):
         self.lab.assert_plain(prompts, self.lab.run(engine, prompts), seed=1)
         self.lab.load_version(engine, 0)
         self.lab.assert_plain(prompts, self.lab.run(engine, prompts))
+
+    def test_new_weights_while_a_request_runs(self) -> None:
+        """Every token after the change is what the new weights give for the tokens before it."""
+        prompt = self.lab.prompts[-1]
+        driver = Driver(engine := self.lab.engine(device="deferred_cpu", tokens=self.small_step))
+        driver.add("0", prompt, SamplingParams(temperature=0, max_tokens=self.max_tokens, ignore_eos=True))
+        driver.step_until(lambda: driver.num_tokens("0") >= 4)
+        self.lab.load_version(engine, 1)
+        old = len(engine.requests["0"].output_token_ids)
+        driver.finish()
+        output = list(driver.result("0").token_ids)
+        self.lab.assert_plain([prompt], [output[:old]])
+        self.lab.assert_plain([[*prompt, *output[:old]]], [output[old:]], seed=1)
+        assert len(output) == self.max_tokens > old
 
     # ---- synchronisation ---------------------------------------------------------------------------------------------
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from modelrunner.testing.conformance import ModelStateConformance
+from modelrunner.testing.conformance import MatchesReference, ModelStateConformance
+from tests.model_states.dense.variants import VARIANTS
 
 TINY = {
     "vocab_size": 97,
@@ -47,3 +48,20 @@ class TestQwen3TwoGroups(ModelStateConformance):
 
     def tiny_config(self) -> Mapping[str, Any]:
         return {**TINY, "model_type": "qwen3", "head_dim": 8, "attention_bias": True, **SLIDES}
+
+
+def variant(name: str) -> type[MatchesReference]:
+    """The test class of a variant."""
+    model_type, fields = VARIANTS[name]
+
+    class Variant(MatchesReference):
+        model_state = "dense"
+
+        def tiny_config(self) -> Mapping[str, Any]:
+            return {**TINY, "model_type": model_type, **fields}
+
+    return Variant
+
+
+for _name in VARIANTS:
+    globals()[f"Test: {_name}"] = variant(_name)
