@@ -62,8 +62,7 @@ class CacheGroup(ABC):
         return (tokens, *self.token_shape())
 
     def page_tokens(self) -> int | None:
-        """Tokens that a page stands for, where the group decides that itself (it is rounded up to a multiple of `cache.page_size`). None:
-        as many as fit into a page."""
+        """Tokens that a page stands for, where the group decides that itself. None: as many as fit into a page."""
         return None
 
     def cache_dtype(self) -> torch.dtype | None:
@@ -87,7 +86,8 @@ class CacheGroup(ABC):
 class FullAttention(CacheGroup):
     """Attention over all earlier tokens.
 
-    scale: factor on q.k. softcap: scores become softcap * tanh(scores / softcap); None for none.
+    scale: factor on q.k. softcap: scores become softcap * tanh(scores / softcap); None for none. sinks: every call of `attention[group]`
+    passes `sinks`, each head's score of one more key that has no value.
     """
 
     num_heads: int
@@ -95,6 +95,7 @@ class FullAttention(CacheGroup):
     head_dim: int
     scale: float
     softcap: float | None = None
+    sinks: bool = False
 
     def token_shape(self) -> tuple[int, ...]:
         return (2, self.num_kv_heads, self.head_dim)
@@ -136,8 +137,9 @@ class RecurrentState(CacheGroup):
     its reader applies as many of them as `batch.computed` says: K + 1 copies of the state are never needed. Room for these inputs is part
     of `state_shape`.
 
-    state_shape: what one layer keeps in a page. interval: tokens between snapshots; larger ones take less memory while a prompt is read,
-    smaller ones find longer prefixes. Where no prefix is to be found, it can be the model's whole context. dtype: None for the cache's.
+    state_shape: what one layer keeps in a page. interval: P, the tokens between snapshots; a larger one takes less memory while a prompt is
+    read, a smaller one finds longer prefixes. A prefix ends where the pages of all groups do, so let it be a multiple of
+    `cache.page_size`; where no prefix is to be found, it can be the model's whole context. dtype: None for the cache's.
     """
 
     state_shape: tuple[int, ...]

@@ -6,6 +6,7 @@ out, and stands in block tables for "nothing here".
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -52,14 +53,15 @@ def page_layout(groups: Sequence[CacheGroup], page_size: int, itemsize: int) -> 
     itemsize: bytes of an element of a group that does not choose its own type. A page holds `page_size` tokens of the group with the most
     bytes per token, or the one fixed amount of a group that keeps such (`CacheGroup.page_tokens`), if that is more. The groups that keep
     something by the token get as many whole multiples of `page_size` as fit into these bytes, so that prefixes which all groups can serve
-    stay frequent.
+    stay frequent. Pages lie a whole number of each such group's tokens of a layer apart, so that operations can see the memory as tokens.
     """
     if not groups:
         return page_size * itemsize, []
     sizes = [itemsize if (dtype := group.cache_dtype()) is None else dtype.itemsize for group in groups]
-    fixed = [None if (tokens := group.page_tokens()) is None else -(-tokens // page_size) * page_size for group in groups]
+    fixed = [group.page_tokens() for group in groups]
     least = [group.page_elements(tokens or page_size) * size for group, tokens, size in zip(groups, fixed, sizes, strict=True)]
-    page_bytes = -(-max(least) // max(sizes)) * max(sizes)  # every group can see the pages in its own type
+    units = [size if tokens else math.prod(group.page_shape(1)) * size for group, tokens, size in zip(groups, fixed, sizes, strict=True)]
+    page_bytes = -(-max(least) // math.lcm(*units)) * math.lcm(*units)
     return page_bytes, [
         GroupLayout(group, tokens or page_bytes // size * page_size) for group, tokens, size in zip(groups, fixed, least, strict=True)
     ]
