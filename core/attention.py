@@ -79,11 +79,14 @@ class AttentionBackend(ABC):
         return meta
 
     @abstractmethod
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, step: Any) -> torch.Tensor:
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, step: Any, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """D. Write k and v at the step's slots, then attend causally.
 
         q: [T, num_heads, head_dim]. k, v: [T, num_kv_heads, head_dim]. layer: index within the group (place in a page). step: what
-        `begin` returned. Returns [T, num_heads * head_dim] in q's dtype; rows of invalid tokens are finite.
+        `begin` returned. sinks: [num_heads], given only if `group.sinks`; a backend that takes none declines such groups.
+        Returns [T, num_heads * head_dim] in q's dtype; rows of invalid tokens are finite.
         """
 
 
@@ -96,7 +99,9 @@ class NoAttention(AttentionBackend):
         self.ops = ops
         self.dtype = dtype
 
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, step: Any) -> torch.Tensor:
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, step: Any, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         raise PluginError(
             f"cache group {self.group.name!r} ({type(self.group).__name__}) does not attend; read and write `caches[{self.group.name!r}]`, "
             f"with the metadata in `attention[{self.group.name!r}].meta`"
@@ -118,6 +123,13 @@ class BoundAttention:
         """D. Called by the runner at the head of the step."""
         self._step = self.backend.begin(self.meta)
 
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int) -> torch.Tensor:
-        """Attention of the model's layer `layer`; shapes as in `AttentionBackend.attend`. Raises KeyError for a layer of another group."""
-        return self.backend.attend(q, k, v, self.layer_index[layer], self._step)
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, sinks: torch.Tensor | None = None) -> torch.Tensor:
+        """Attention of the model's layer `layer`; shapes as in `AttentionBackend.attend`. Raises KeyError for a layer of another group,
+        ValueError when the group declares sinks and none are given, or the other way round."""
+        place, group = self.layer_index[layer], self.backend.group
+        if sinks is None and not getattr(group, "sinks", False):
+            return self.backend.attend(q, k, v, place, self._step)
+        if sinks is None or not group.sinks:
+            declared, given = ("no sinks", "some") if sinks is not None else ("sinks", "none")
+            raise ValueError(f"cache group {group.name!r} declares {declared}, but layer {layer} gives {given}; see FullAttention.sinks")
+        return self.backend.attend(q, k, v, place, self._step, sinks)

@@ -29,8 +29,11 @@ class PagedAttention(AttentionBackend):
             dtype=self.dtype,
         )
 
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, step: object) -> torch.Tensor:
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, step: object, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         cache = self.cache[:, layer]
         self.ops.indexed_write(cache, k, v, step)
-        out: torch.Tensor = self.ops.indexed_attention(q, cache, step, scale=self.group.scale, softcap=self.group.softcap)
+        own = {} if sinks is None else {"sinks": sinks}  # overrides that know of none stay usable
+        out: torch.Tensor = self.ops.indexed_attention(q, cache, step, scale=self.group.scale, softcap=self.group.softcap, **own)
         return out.flatten(1)

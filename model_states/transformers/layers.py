@@ -77,7 +77,7 @@ class PagedCalls:
         place, self.place = self.place, self.place + 1
         call = self.plan.calls[place]
         q, k, v = (widened(tensor[0].transpose(0, 1), call) for tensor in (query, key, value))
-        out = self.attention[self.plan.group_of[place]](q, k, v, place)
+        out = self.attention[self.plan.group_of[place]](q, k, v, place, kwargs.get("s_aux"))
         return out.view(1, -1, call.num_heads, call.cached_dim)[..., : call.value_dim], None
 
 

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 TOKENS = 7  # of the dataless run; a number that no sensible model has elsewhere in its shapes
 # Keywords of an attention function that change nothing here: no training, no cache of theirs, positions already used.
 IGNORED = frozenset({"cache_position", "dropout", "is_causal", "output_attentions", "past_key_values", "position_ids", "use_cache"})
-READ = frozenset({"scaling", "sliding_window", "softcap"})
-MEANING = {"s_aux": "s_aux (attention sinks)", "position_bias": "position_bias (scores by distance)"}
+READ = frozenset({"s_aux", "scaling", "sliding_window", "softcap"})
+MEANING = {"position_bias": "position_bias (scores by distance)"}
 
 _names = count()
 
@@ -46,7 +46,7 @@ class Unfit(ValueError):
 class AttentionCall:
     """What one call of the attention function asks for. head_dim: of queries and keys; value_dim: of values.
 
-    scale: factor on q.k. window: tokens that a query sees, itself included; None for all.
+    scale: factor on q.k. window: tokens that a query sees, itself included; None for all. sinks: each head has a sink (`s_aux`).
     """
 
     num_heads: int
@@ -56,6 +56,7 @@ class AttentionCall:
     scale: float
     window: int | None
     softcap: float | None
+    sinks: bool
 
     @property
     def cached_dim(self) -> int:
@@ -212,6 +213,7 @@ def attention_call(
         scale=float(query.shape[3] ** -0.5 if scale is None else scale),
         window=window,
         softcap=extra.get("softcap"),
+        sinks=extra.get("s_aux") is not None,
     )
 
 
@@ -261,7 +263,7 @@ def cache_groups(calls: list[AttentionCall]) -> tuple[tuple[CacheGroup, ...], tu
         same = sum(name.partition(".")[0] == stem for name in names.values())
         names[kind] = f"{stem}.{same}" if same else stem
         layers = tuple(place for place, call in enumerate(calls) if call == kind)
-        shape = (kind.num_heads, kind.num_kv_heads, kind.cached_dim, kind.scale, kind.softcap)
+        shape = (kind.num_heads, kind.num_kv_heads, kind.cached_dim, kind.scale, kind.softcap, kind.sinks)
         if kind.window is None:
             groups.append(FullAttention(names[kind], layers, *shape))
         else:

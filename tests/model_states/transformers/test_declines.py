@@ -93,7 +93,6 @@ LONGROPE |= {"original_max_position_embeddings": 64}
         ("phi3", "Phi3ForCausalLM", {"rope_parameters": LONGROPE}, r"\(longrope\) stretches"),
         ("llama", "LlamaForCausalLM", {"is_causal": False}, "looks at later tokens"),
         ("doge", "DogeForCausalLM", {}, "without data its forward fails"),
-        ("gpt_oss", "GptOssForCausalLM", {"head_dim": 8, "num_local_experts": 4}, r"GptOssAttention passes s_aux \(attention sinks\)"),
     ],
 )
 def test_what_only_a_look_at_the_model_shows(model_type: str, architecture: str, fields: dict[str, Any], why: str) -> None:
