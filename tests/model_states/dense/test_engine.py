@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from tests.model_states.dense.oracle import assert_greedy
-from tests.model_states.dense.test_forward import VARIANTS
 
 from modelrunner import LLM, SamplingParams
+from tests.model_states.dense.oracle import assert_greedy
+from tests.model_states.dense.test_forward import VARIANTS
 
 PROMPTS = [[(7 * i * i + 3 * i + k) % 97 for i in range(n)] for k, n in enumerate((1, 5, 17, 23, 40))]
 PARAMS = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
