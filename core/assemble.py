@@ -21,7 +21,7 @@ from modelrunner.model_state import BuildContext, ModelState, Needs, No, require
 from modelrunner.ops import Ops, Registry
 from modelrunner.page_pool import GroupLayout, page_layout
 from modelrunner.plugin_manager import PluginManager
-from modelrunner.request_table import Column, RequestTable
+from modelrunner.request_table import RUN_OVERHEAD, Column, RequestTable
 from modelrunner.runner import Parts, Runner
 from modelrunner.sampler import Sampler, default_stages
 from modelrunner.settings import Resolved, RunnerSettings, load_settings, merge_sections
@@ -108,7 +108,7 @@ def assemble(arguments: Mapping[str, Any], plugins: Sequence[object] = ()) -> As
     num_pages = count_pages(settings, device, page_bytes, layouts, max_model_len)
     arena, caches = allocate_caches(layouts, num_pages + 1, page_bytes, cache_dtype, device.torch_device)
     columns = [*core_columns(layouts, max_model_len), *sampler.columns(settings), *needs.columns]
-    table = RequestTable(columns, settings.scheduler.max_rows, device.torch_device, patch_capacity(settings, layouts, max_model_len))
+    table = RequestTable(columns, settings.scheduler.max_rows, device.torch_device, patch_capacity(settings, layouts, columns))
     backends: dict[str, AttentionBackend] = {}
     for group, cache in ((layout.group, caches[layout.group.name]) for layout in layouts):
         backends[group.name] = choose("attention_backend", group=group, device=device, settings=settings)(group, cache, ops, dtype)
@@ -190,11 +190,11 @@ def core_columns(layouts: Sequence[GroupLayout], max_model_len: int) -> list[Col
     return [Column("token_ids", torch.int32, width=max(2, max_model_len)), *scalars, *tables]
 
 
-def patch_capacity(settings: RunnerSettings, layouts: Sequence[GroupLayout], max_model_len: int) -> int:
-    """Words that a step's edits may take: a new page for each row and each token, and the admission of a few of the longest prompts."""
-    growth = 4 * len(layouts) * (settings.scheduler.max_rows + settings.scheduler.max_batched_tokens)
-    admission = 64 + settings.sampler.max_stop_token_ids + 2 * max_model_len + sum(2 * max_model_len // g.tokens_per_page for g in layouts)
-    return growth + 4 * (admission + 1024)
+def patch_capacity(settings: RunnerSettings, layouts: Sequence[GroupLayout], columns: Sequence[Column]) -> int:
+    """Words that a step's edits may take: a new page for each row and each token, and a few admissions that fill every column."""
+    growth = (1 + RUN_OVERHEAD) * len(layouts) * (settings.scheduler.max_rows + settings.scheduler.max_batched_tokens)
+    row = sum((2 if column.seats is None else 4) * column.width + 16 for column in columns)  # at least `PatchBuilder.row_words`
+    return growth + 4 * row
 
 
 def count_pages(settings: RunnerSettings, device: Device, page_bytes: int, layouts: Sequence[GroupLayout], max_model_len: int) -> int:

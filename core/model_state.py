@@ -118,7 +118,7 @@ class StaticBuffer:
 class Needs:
     """What a ModelState asks the core to allocate.
 
-    cache_groups: one block table each. columns: request-table columns that this state owns.
+    cache_groups: one block table each. columns: request-table columns that this state owns; seated ones are for sampler stages.
     max_model_len: the most tokens (prompt and output) that the model can hold. capture: `full`, or `none` with `capture_reason`.
     """
 
