@@ -212,9 +212,10 @@ def encode_text(text: str, tokenizer: Tokenizer) -> list[int]:
 
 def list_of_ids(value: object) -> list[int]:
     """`value` as a list of ints (numpy arrays too). Raises RequestError that names the first item that is not one."""
-    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+    items = value.tolist() if hasattr(value, "tolist") and hasattr(value, "__len__") else value  # one number, for an array of no dimension
+    if isinstance(items, (str, bytes, Mapping)) or not isinstance(items, Iterable):
         raise RequestError(f"prompt: got {shown(value)}; accepted: text, a list of token ids, or a mapping with one of them")
-    ids = list(value.tolist() if hasattr(value, "tolist") and hasattr(value, "__len__") else value)
+    ids = list(items)
     if set(map(type, ids)) <= {int}:
         return ids
     checked = []

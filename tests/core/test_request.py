@@ -48,6 +48,7 @@ REFUSED = [
     ("max_tokens", 0), ("max_tokens", -1), ("max_tokens", 2.0), ("max_tokens", True), ("max_tokens", math.nan),
     ("stop", [""]), ("stop", ["a", 5]), ("stop", 5), ("stop", ""),
     ("stop_token_ids", [3, -1]), ("stop_token_ids", [True]), ("stop_token_ids", "12"), ("stop_token_ids", 5),
+    ("stop_token_ids", np.array(5)),
     ("ignore_eos", 1), ("detokenize", "no"), ("output_kind", "some"),
 ]  # fmt: skip
 
@@ -162,6 +163,7 @@ BAD_PROMPTS: list[tuple[Any, str]] = [
     (["a"], "got 'a' at position 0"),
     ([[5]], "got a list of length 1 at position 0"),
     (np.array([[5]]), "at position 0"),
+    (np.array(5), r"prompt: got array\(5\); accepted: text"),
     (5, "prompt: got 5; accepted: text, a list of token ids"),
     (b"hi", "prompt: got b'hi'"),
     (None, "prompt: got None"),
