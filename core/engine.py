@@ -22,10 +22,11 @@ from typing import Any
 from modelrunner.assemble import Assembly, assemble
 from modelrunner.batch import Drain, Plan, Ticket
 from modelrunner.checkpoint import ModelCard
-from modelrunner.errors import ModelRunnerError, RequestError
+from modelrunner.errors import ModelRunnerError, PluginWarning, RequestError
 from modelrunner.outputs import OutputProcessor
 from modelrunner.page_pool import PagePool
 from modelrunner.request import Request, RequestOutput, SamplingParams, make_request
+from modelrunner.sampling_params import shown
 from modelrunner.scheduler import Committed, Scheduler
 from modelrunner.settings import RunnerSettings
 from modelrunner.text import Tokenizer
@@ -54,6 +55,7 @@ class Engine:
         self.requests: dict[str, Request] = {}
         self.failure: BaseException | None = None
         self._ended: list[Request] = []  # finished by the host since the last step
+        self._unsaid: list[RequestOutput] = []  # of a step that raised afterwards
 
     def _scheduler(self, parts: Assembly) -> Scheduler:
         scheduler = parts.settings.scheduler
@@ -63,7 +65,7 @@ class Engine:
             builder=parts.table.builder,
             row_values=parts.sampler.row_values,
             on_admit=self._admit,
-            on_remove=parts.state.remove_row,
+            on_remove=self._removed,
             max_rows=scheduler.max_rows,
             max_batched_tokens=scheduler.max_batched_tokens,
             max_model_len=parts.resolved.max_model_len,
@@ -86,6 +88,18 @@ class Engine:
     def _admit(self, row: int, request: Request, resumed: bool) -> Mapping[str, Any]:
         state = self.assembly.state
         return state.resume_row(row, request) if resumed else state.add_row(row, request)
+
+    def _removed(self, row: int, request: Request) -> None:
+        state = self.assembly.state
+        try:
+            state.remove_row(row, request)
+        except Exception as error:  # the row is left all the same: in the middle of that the books must not stop
+            warnings.warn(
+                f"{type(state).__name__}.remove_row raised for request {request.id!r}, which left row {row}: "
+                f"{type(error).__name__}: {error}. What this model state keeps of the row may be stale",
+                PluginWarning,
+                stacklevel=2,
+            )
 
     # ---- requests ------------------------------------------------------------------------------------------------
 
@@ -122,8 +136,12 @@ class Engine:
         self.assembly.sampler.check(request, self.settings)
         request.features = int(self.assembly.sampler.features(request.params))
         self.scheduler.add(request)
+        try:
+            self.outputs.add(request)
+        except Exception as error:  # the tokenizer may have fewer ids than the model
+            self.scheduler.finish(request, "error")
+            raise RequestError(f"prompt: the tokenizer cannot turn its ids into text ({type(error).__name__}: {error})") from error
         self.requests[request_id] = request
-        self.outputs.add(request)
 
     def abort(self, request_id: str) -> None:
         """End a request now; its last output (finish reason `abort`) comes from the next `step`. An id that is not running is ignored.
@@ -131,13 +149,13 @@ class Engine:
         Raises RequestError for an id that is not a non-empty string.
         """
         if not isinstance(request_id, str) or not request_id:
-            raise RequestError(f"abort takes the id of one request, a non-empty string; got {request_id!r}")
+            raise RequestError(f"abort takes the id of one request, a non-empty string; got {shown(request_id)}")
         if (request := self.requests.get(request_id)) is not None:
             self._finish(request, "abort")
 
     def has_unfinished(self) -> bool:
         """Whether another `step` has something to do or to report."""
-        return bool(self.requests or self._ended or self.tickets)
+        return bool(self.requests or self._ended or self._unsaid or self.tickets)
 
     def _finish(self, request: Request, reason: str, stop_reason: int | str | None = None, keep_output: int | None = None) -> None:
         self.scheduler.finish(request, reason, stop_reason, keep_output)
@@ -147,21 +165,32 @@ class Engine:
     # ---- the loop ------------------------------------------------------------------------------------------------
 
     def step(self) -> list[RequestOutput]:
-        """Plan and launch one step, collect what is due, and return the outputs that are new."""
+        """Plan and launch one step, collect what is due, and return the outputs that are new.
+
+        An exception of the model state or of the device's launch undoes the step, which can be tried again. An interrupt
+        (KeyboardInterrupt) leaves the books half written: the engine cannot go on then. `LLM` holds interrupts back until a step is over.
+        """
         self._check_alive()
         for request in self.scheduler.expire(time.monotonic()):
             self._ended.append(request)
-        outputs: list[RequestOutput] = []
-        plan = self.scheduler.plan()
-        if isinstance(plan, Drain):
-            outputs += self._collect(keep=0)
-            plan = self.scheduler.plan(drained=True)
-        assert not isinstance(plan, Drain), "a drained plan has nothing in flight to wait for"
-        if plan is not None:
-            self._launch(plan)
-        depth = self.settings.scheduler.pipeline_depth
-        outputs += self._collect(keep=depth - 1 if plan is not None else max(len(self.tickets) - 1, 0))
-        return outputs + self._report_ended()
+            self._forget(request)
+        outputs, self._unsaid = self._unsaid, []
+        try:
+            plan = self.scheduler.plan()
+            if isinstance(plan, Drain):
+                outputs += self._collect(keep=0)
+                plan = self.scheduler.plan(drained=True)
+            assert not isinstance(plan, Drain), "a drained plan has nothing in flight to wait for"
+            if plan is not None:
+                self._launch(plan)
+            depth = self.settings.scheduler.pipeline_depth
+            outputs += self._collect(keep=depth - 1 if plan is not None else max(len(self.tickets) - 1, 0))
+            return outputs + self._report_ended()
+        except BaseException as error:
+            self._unsaid = outputs
+            if not isinstance(error, Exception):
+                self.failure = error
+            raise
 
     def _launch(self, plan: Plan) -> None:
         try:
@@ -177,9 +206,11 @@ class Engine:
             ticket = self.tickets.popleft()
             try:
                 outcome = self.runner.collect(ticket)
-            except BaseException as error:
+            except Exception as error:
                 self.failure = error
-                raise EngineError(f"step {ticket.plan.step} failed on device {self.assembly.device.name!r}: {error}") from error
+                raise EngineError(
+                    f"step {ticket.plan.step} failed on device {self.assembly.device.name!r}: {type(error).__name__}: {error}"
+                ) from error
             outputs += self._process(self.scheduler.commit(outcome))
         return outputs
 
@@ -196,11 +227,12 @@ class Engine:
         return [self.outputs.finish(request) for request in ended]
 
     def _forget(self, request: Request) -> None:
-        self.requests.pop(request.id, None)
+        if self.requests.get(request.id) is request:  # its id may be another request's by now
+            del self.requests[request.id]
 
     def _check_alive(self) -> None:
         if self.failure is not None:
-            raise EngineError(f"the engine stopped because a step failed: {self.failure}") from self.failure
+            raise EngineError(f"the engine stopped because a step failed: {self.failure!r}") from self.failure
 
     def close(self) -> None:
         """Wait for the device. The engine takes no more work."""

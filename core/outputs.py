@@ -75,7 +75,7 @@ class OutputProcessor:
         self._tokenizer = tokenizer
         self._holders = holders
         self._clock = clock
-        self._watched: dict[str, StreamState] = {}
+        self._watched: dict[Request, StreamState] = {}  # not by id: an aborted one's may be taken again before its end is told
 
     @property
     def num_watched(self) -> int:
@@ -91,7 +91,7 @@ class OutputProcessor:
         if self._tokenizer is not None and params.detokenize:
             prompt = request.prompt_token_ids
             text = OutputText(self._tokenizer, prompt, params.stop, params.include_stop_str_in_output, params.skip_special_tokens)
-        self._watched[request.id] = StreamState(request, text)
+        self._watched[request] = StreamState(request, text)
 
     def process(self, committed: CommittedTokens) -> tuple[list[RequestOutput], list[tuple[Request, int, str]]]:
         """Outputs of a collected step, and the requests that a stop string ended: (request, output tokens to keep, stop string).
@@ -117,8 +117,8 @@ class OutputProcessor:
         if len(self._watched) > len(rows):
             for at, row in enumerate(rows):
                 request = self._holders.request_at(row)
-                if request is not None and request.id in self._watched:
-                    yield self._watched[request.id], at
+                if request is not None and request in self._watched:
+                    yield self._watched[request], at
             return
         place = dict(zip(rows, range(len(rows)), strict=True))
         for state in self._watched.values():
@@ -131,7 +131,7 @@ class OutputProcessor:
 
         A stop string that the last tokens completed cuts the request's ids and becomes its finish reason here.
         """
-        state = self._watched.pop(request.id, None)
+        state = self._watched.pop(request, None)
         if state is None:
             return self._output(request, self._whole_text(request), list(request.output_token_ids))
         seen = len(state.token_ids)

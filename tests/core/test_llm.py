@@ -15,7 +15,6 @@ from modelrunner.errors import RequestError
 from modelrunner.llm import LLM
 from modelrunner.outputs import OutputProcessor
 from modelrunner.request import OutputKind, Request, RequestOutput, SamplingParams, make_request
-from modelrunner.settings import load_settings
 from modelrunner.testing.byte_tokenizer import ByteTokenizer
 
 
@@ -41,7 +40,7 @@ class EchoEngine:
         assert request_id not in self.requests
         request = make_request(
             request_id, prompt, params, card=self.card, tokenizer=self.tokenizer, vocab_size=331, max_model_len=64,
-            settings=load_settings({}, environ={}), seed=0, now=0.0, **options,
+            seed=0, now=0.0, **options,
         )  # fmt: skip
         self.requests[request_id] = request
         self.seen.append(request)
@@ -109,6 +108,7 @@ PROMPT_FORMS = [
     (["ab", "c"], [[1, 100, 101], [1, 102]]),
     ([5, 6], [[5, 6]]),
     (np.array([5, 6]), [[5, 6]]),
+    (range(5, 7), [[5, 6]]),
     ([[5, 6], [7]], [[5, 6], [7]]),
     (np.array([[5, 6], [7, 8]]), [[5, 6], [7, 8]]),
     ({"prompt": "ab"}, [[1, 100, 101]]),
@@ -143,6 +143,7 @@ BAD_CALLS: list[tuple[dict[str, Any], str]] = [
     ({"prompts": ["a", [5, 999]]}, r"prompts\[1\]: prompt token ids: got 999 at position 1"),
     ({"prompts": 5}, "prompts: got a int"),
     ({"prompts": b"a"}, "prompts: got a bytes"),
+    ({"prompts": np.array(5)}, "prompts: got a ndarray"),
     ({"prompts": None}, "prompts: got a NoneType"),
     ({"prompts": ["a", "b"], "sampling_params": [SamplingParams()]}, "sampling_params: got a list of 1 for 2 prompts"),
     ({"prompts": ["a"], "sampling_params": {"temperature": 1}}, "sampling_params: got a dict"),
