@@ -5,7 +5,8 @@ The order is that of `hookspecs.HookSpecs`. Every function here runs once an eng
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ from modelrunner.attention import AttentionBackend
 from modelrunner.caches import allocate_caches
 from modelrunner.checkpoint import CheckpointReader, ModelCard
 from modelrunner.device import Device
-from modelrunner.errors import CapacityError, PluginError
+from modelrunner.errors import CapacityError, ModelRunnerError, PluginError
 from modelrunner.linear import LinearFactory
 from modelrunner.model_state import BuildContext, ModelState, Needs, No, required_features
 from modelrunner.ops import Ops, Registry
@@ -97,10 +98,12 @@ def assemble(arguments: Mapping[str, Any], plugins: Sequence[object] = ()) -> As
     tokenizer = None if settings.model.skip_tokenizer_init else choose("tokenizer", card=card, settings=settings)
     device: Device = choose("device", pin=unless_auto(settings.device.name), settings=settings)(settings)
     ops = resolve_ops(manager, device)
-    state: ModelState = choose("model_state", card=card, settings=settings)(card, settings)
-    needs = checked_needs(state, card, settings)
     dtype = model_dtype(settings, device)
-    build_module(choose, reader, card, state, dtype, device, ops)
+    state_type: type[ModelState] = choose("model_state", card=card, settings=settings)
+    with blaming(f"model_state {choose.chosen['model_state']}"):
+        state = state_type(card, settings)
+        needs = checked_needs(state, card, settings)
+        build_module(choose, reader, card, state, dtype, device, ops)
     sampler = Sampler(ops, default_stages())
     max_model_len = min(settings.model.max_model_len or needs.max_model_len, needs.max_model_len)
     cache_dtype = dtype if settings.cache.dtype == "auto" else DTYPES[settings.cache.dtype]
@@ -121,7 +124,8 @@ def assemble(arguments: Mapping[str, Any], plugins: Sequence[object] = ()) -> As
         depth=settings.scheduler.pipeline_depth,
         buckets=Buckets(settings.graphs.bucket_rows, settings.graphs.bucket_tokens),
     )
-    runner.warm_up()
+    with blaming(f"the first step of model_state {choose.chosen['model_state']}"):
+        runner.warm_up()
     resolved = Resolved(
         model=card.name or str(card.path),
         dtype=name_of(dtype),
@@ -133,6 +137,17 @@ def assemble(arguments: Mapping[str, Any], plugins: Sequence[object] = ()) -> As
         components=choose.chosen,
     )
     return Assembly(manager, settings, resolved, card, tokenizer, device, needs, state, sampler, table, tuple(layouts), arena, runner)
+
+
+@contextmanager
+def blaming(component: str) -> Iterator[None]:
+    """Name the component in whatever it raises that is not already one of our errors."""
+    try:
+        yield
+    except ModelRunnerError:
+        raise
+    except Exception as error:
+        raise PluginError(f"{component} failed at start-up: {type(error).__name__}: {error}") from error
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -155,6 +170,8 @@ def model_dtype(settings: RunnerSettings, device: Device) -> torch.dtype:
 def checked_needs(state: ModelState, card: ModelCard, settings: RunnerSettings) -> Needs:
     """What the state declares; refuses features that it cannot do and lengths that it cannot hold."""
     needs = state.declare(card, settings)
+    if seated := [column.name for column in needs.columns if column.seats is not None]:
+        raise ValueError(f"columns {seated} are seated; only sampler stages have seats to give, a model state declares plain columns")
     refused = {feature: answer.reason for feature in required_features(settings) if isinstance(answer := state.supports(feature), No)}
     if refused:
         listing = "; ".join(f"{feature}: {reason}" for feature, reason in refused.items())

@@ -22,20 +22,14 @@ from typing import Any
 from modelrunner.assemble import Assembly, assemble
 from modelrunner.batch import Drain, Plan, Ticket
 from modelrunner.checkpoint import ModelCard
-from modelrunner.errors import ModelRunnerError, PluginWarning, RequestError
+from modelrunner.errors import EngineError, RequestError
 from modelrunner.outputs import OutputProcessor
 from modelrunner.page_pool import PagePool
-from modelrunner.request import Request, RequestOutput, SamplingParams, make_request
+from modelrunner.request import Prompt, Request, RequestOutput, SamplingParams, make_request
 from modelrunner.sampling_params import shown
 from modelrunner.scheduler import Committed, Scheduler
 from modelrunner.settings import RunnerSettings
 from modelrunner.text import Tokenizer
-
-Prompt = str | Sequence[int] | Mapping[str, Any]
-
-
-class EngineError(ModelRunnerError):
-    """A step failed on the device; the engine cannot go on. The cause is chained."""
 
 
 class Engine:
@@ -195,6 +189,9 @@ class Engine:
     def _launch(self, plan: Plan) -> None:
         try:
             self.tickets.append(self.runner.launch(plan))
+        except EngineError as error:
+            self.failure = error
+            raise
         except BaseException:
             self.scheduler.rollback(plan)
             raise

@@ -15,6 +15,7 @@ import torch
 from modelrunner.attention import AttentionBackend, BoundAttention, attention_meta
 from modelrunner.batch import EMPTY_PATCH, Batch, Feature, Outcome, Plan, Ticket, record_words
 from modelrunner.device import Device, Event, PinnedBuffer
+from modelrunner.errors import EngineError
 from modelrunner.model_state import ModelState, Needs
 from modelrunner.ops import Ops
 from modelrunner.page_pool import GroupLayout
@@ -85,7 +86,10 @@ class Runner:
         self.collect(self.launch(plan))
 
     def launch(self, plan: Plan) -> Ticket:
-        """Enqueue the step; never waits. An entry is free because at most `depth` tickets are open."""
+        """Enqueue the step; never waits. An entry is free because at most `depth` tickets are open.
+
+        Raises what the step raised while it was enqueued: it can be rolled back. Raises EngineError when its results cannot be fetched.
+        """
         entry = self.launched % len(self.plans)
         assert self.events[entry] is None, "more steps in flight than the pipeline is deep"
         shape = self.buckets.shape(plan)
@@ -97,9 +101,16 @@ class Runner:
             )
             for name, backend in self.parts.backends.items()
         }
-        self.device.launch(lambda: self._step(plan, shape, batch, attention, self.plans[entry], words))
-        self.events[entry] = self.device.download(lambda: self.ring[entry, : plan.num_rows], self.results[entry])
+        try:
+            self.device.launch(lambda: self._step(plan, shape, batch, attention, self.plans[entry], words))
+        except BaseException:
+            self.device.launch(self._rewind)
+            raise
         self.launched += 1
+        try:
+            self.events[entry] = self.device.download(lambda: self.ring[entry, : plan.num_rows], self.results[entry])
+        except BaseException as error:
+            raise EngineError(f"step {plan.step} runs, but its results cannot be fetched: {error}") from error
         return Ticket(plan, entry)
 
     def collect(self, ticket: Ticket) -> Outcome:
@@ -114,6 +125,10 @@ class Runner:
         if self.device.poison:
             self.device.launch(lambda: self._poison(ticket.entry))
         return Outcome(ticket.plan, records)
+
+    def _rewind(self) -> None:
+        """Put the step counter back, however far the step that failed came."""
+        self.counter.fill_(self.launched)
 
     def _poison(self, entry: int) -> None:
         self.ring[entry].fill_(POISON)

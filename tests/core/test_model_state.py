@@ -13,12 +13,13 @@ import torch
 from modelrunner.attention import AttentionMeta
 from modelrunner.batch import Batch
 from modelrunner.checkpoint import ModelCard
-from modelrunner.engine import Engine, EngineError
+from modelrunner.engine import Engine
+from modelrunner.errors import EngineError, PluginError
 from modelrunner.model_state import CacheGroup, Needs, No, StaticBuffer, Yes
 from modelrunner.request import Request, SamplingParams
 from modelrunner.request_table import Column
 from modelrunner.settings import RunnerSettings
-from modelrunner.testing import Driver, EngineProbe, P, ScriptedPlugin, mixed, options
+from modelrunner.testing import Driver, EngineProbe, P, ScriptedPlugin, mixed, options, scripted
 from modelrunner.testing.scripted import MODEL_NAME, ScriptedState
 
 PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -179,3 +180,46 @@ def test_features_that_a_state_cannot_do_are_refused_at_the_start() -> None:
     with pytest.raises(Exception, match=r"Picky cannot do.*prefix_cache: its memory is not in pages"):
         Engine({"model": {"name": MODEL_NAME}} | options(), plugins=[plugin])
     Engine({"model": {"name": MODEL_NAME}} | options(prefix=False), plugins=[plugin]).close()
+
+
+@pytest.mark.parametrize(
+    ("method", "words"),
+    [("declare", "declare was told to fail"), ("build", "build was told to fail"), ("fill_dummy", "the first step")],
+)
+def test_a_state_that_raises_at_the_start_is_named(method: str, words: str) -> None:
+    """The error says which component of which plugin it was, not only what it raised."""
+
+    def fail(*_: Any) -> None:
+        raise ValueError(f"{method} was told to fail")
+
+    plugin = ScriptedPlugin(mixed())
+    plugin.state = type("Broken", (plugin.state,), {method: fail})
+    with pytest.raises(PluginError, match=rf"(?s)model_state scripted .*ScriptedPlugin.*ValueError: {method} was told to fail") as caught:
+        Engine({"model": {"name": MODEL_NAME}} | options(), plugins=[plugin])
+    assert words in str(caught.value)
+
+
+def test_a_state_cannot_have_seats() -> None:
+    def declare(self: ScriptedState, card: ModelCard, settings: RunnerSettings) -> Needs:
+        return replace(ScriptedState.declare(self, card, settings), columns=(Column("chair", torch.int32, 2, seats=3),))
+
+    plugin = ScriptedPlugin(mixed())
+    plugin.state = type("Seated", (plugin.state,), {"declare": declare})
+    with pytest.raises(PluginError, match=r"columns \['chair'\] are seated"):
+        Engine({"model": {"name": MODEL_NAME}} | options(), plugins=[plugin])
+
+
+def test_a_step_whose_results_cannot_be_fetched_stops_the_engine() -> None:
+    """It runs, so it must not be rolled back and run again."""
+    engine = scripted(mixed(), "no results").engine()
+    engine.add_request("a", {"prompt_token_ids": P(5, 1)}, PARAMS)
+    engine.step()
+
+    def no_download(*_: Any) -> None:
+        raise RuntimeError("the side stream is gone")
+
+    engine.assembly.device.download = no_download  # type: ignore[method-assign,assignment]
+    with pytest.raises(EngineError, match="the side stream is gone"):
+        engine.step()
+    with pytest.raises(EngineError, match="the engine stopped"):
+        engine.step()
