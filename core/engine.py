@@ -22,7 +22,7 @@ from typing import Any
 from modelrunner.assemble import Assembly, assemble
 from modelrunner.batch import Drain, Plan, Ticket
 from modelrunner.checkpoint import ModelCard
-from modelrunner.errors import EngineError, RequestError
+from modelrunner.errors import EngineError, PluginWarning, RequestError
 from modelrunner.outputs import OutputProcessor
 from modelrunner.page_pool import PagePool
 from modelrunner.request import Prompt, Request, RequestOutput, SamplingParams, make_request

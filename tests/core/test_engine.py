@@ -10,7 +10,7 @@ import pytest
 
 from modelrunner import LLM, SamplingParams
 from modelrunner.batch import Drain
-from modelrunner.engine import EngineError
+from modelrunner.errors import EngineError
 from modelrunner.errors import PluginWarning, RequestError
 from modelrunner.testing import ByteTokenizer, Driver, EngineProbe, P, ScriptedPlugin, Subject, dense, mixed, ref, scripted
 
