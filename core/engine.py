@@ -25,7 +25,7 @@ from modelrunner.checkpoint import ModelCard
 from modelrunner.errors import EngineError, PluginWarning, RequestError
 from modelrunner.outputs import OutputProcessor
 from modelrunner.page_pool import PagePool
-from modelrunner.request import Prompt, Request, RequestOutput, SamplingParams, make_request
+from modelrunner.request import Prompt, Request, RequestOutput, SamplingParams, make_request, merged_eos
 from modelrunner.sampling_params import shown
 from modelrunner.scheduler import Committed, Scheduler
 from modelrunner.settings import RunnerSettings
@@ -41,6 +41,7 @@ class Engine:
         self.settings: RunnerSettings = self.assembly.settings
         self.card: ModelCard = self.assembly.card
         self.tokenizer: Tokenizer | None = self.assembly.tokenizer
+        merged_eos(self.card, self.tokenizer)  # what is wrong with them is told now, not at the first request
         self.runner = self.assembly.runner
         self.scheduler = self._scheduler(self.assembly)
         self._warn_of_small_cache()
@@ -215,8 +216,8 @@ class Engine:
         outputs, stops = self.outputs.process(committed)
         for request in committed.finished:
             self._forget(request)
-        for request, keep, stop in stops:
-            self._finish(request, "stop", stop, keep)
+        for request, keep, reason, stop in stops:
+            self._finish(request, reason, stop, keep)
         return outputs
 
     def _report_ended(self) -> list[RequestOutput]:

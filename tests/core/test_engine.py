@@ -10,9 +10,8 @@ import pytest
 
 from modelrunner import LLM, SamplingParams
 from modelrunner.batch import Drain
-from modelrunner.errors import EngineError
-from modelrunner.errors import PluginWarning, RequestError
-from modelrunner.testing import ByteTokenizer, Driver, EngineProbe, P, ScriptedPlugin, Subject, dense, mixed, ref, scripted
+from modelrunner.errors import EngineError, PluginWarning, RequestError
+from modelrunner.testing import ByteTokenizer, Driver, EngineProbe, P, ScriptedPlugin, Subject, dense, mixed, ref, say, scripted
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
@@ -58,6 +57,23 @@ def test_a_prompt_without_text_leaves_nothing_behind() -> None:
     driver = Driver(scripted(mixed(), "few", tokenizer=ByteTokenizer(300)).engine())
     with pytest.raises(RequestError, match="310"):
         driver.add("bad", [1, 310], GREEDY)
+    EngineProbe(driver).assert_clean()
+
+
+@pytest.mark.parametrize("kind", ["cumulative", "final_only"])
+def test_an_output_id_that_the_tokenizer_lacks_ends_its_own_request(kind: str) -> None:
+    """The exception used to lose the outputs of every request of the step, and the engine never ended."""
+    script = say([50, 51, 310, 52], prompt_len=4)
+    driver = Driver(scripted(script, "lacks", tokenizer=ByteTokenizer(300)).engine())
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, output_kind=kind)
+    driver.add("bad", P(4, 1), params)
+    driver.add("good", P(4, 2), params.model_copy(update={"max_tokens": 2}))
+    driver.add("ids", P(4, 2), params.model_copy(update={"detokenize": False}))
+    driver.finish(max_steps=100)
+    bad = driver.result("bad")
+    assert (bad.finish_reason, list(bad.token_ids)[:3]) == ("error", [50, 51, 310])
+    assert "310" in str(bad.stop_reason)
+    assert [driver.result(name).finish_reason for name in ("good", "ids")] == ["length", "length"]
     EngineProbe(driver).assert_clean()
 
 

@@ -119,6 +119,14 @@ def test_end_of_sequence_ids_are_merged() -> None:
     source = card(generation={"eos_token_id": [9, 8]}, config={"eos_token_id": 7})
     assert merged_eos(source, TOKENIZER) == (9, 8, 7, EOS)
     assert merged_eos(card(config={"eos_token_id": None}), None) == ()
+    assert merged_eos(card(config={"eos_token_id": [-1, 10**20, 5]}), None) == (5,)
+
+
+@pytest.mark.parametrize("value", ["x", {}, 1.5, [2, "x"], True], ids=str)
+def test_end_of_sequence_ids_that_are_none(value: Any) -> None:
+    """They ended the engine's first request with a bare ValueError, or were rounded."""
+    with pytest.raises(CheckpointError, match=r"/models/m: eos_token_id is .*; a token id or a list of them is needed"):
+        merged_eos(card(generation={"eos_token_id": value}), None)
 
 
 # ---- requests --------------------------------------------------------------------------------------------------------
