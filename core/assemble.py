@@ -111,7 +111,8 @@ def assemble(arguments: Mapping[str, Any], plugins: Sequence[object] = ()) -> As
     num_pages = count_pages(settings, device, page_bytes, layouts, max_model_len)
     arena, caches = allocate_caches(layouts, num_pages + 1, page_bytes, cache_dtype, device.torch_device)
     columns = [*core_columns(layouts, max_model_len), *sampler.columns(settings), *needs.columns]
-    table = RequestTable(columns, settings.scheduler.max_rows, device.torch_device, patch_capacity(settings, layouts, columns))
+    with blaming(f"the request table with the columns of model_state {choose.chosen['model_state']}"):
+        table = RequestTable(columns, settings.scheduler.max_rows, device.torch_device, patch_capacity(settings, layouts, columns))
     backends: dict[str, AttentionBackend] = {}
     for group, cache in ((layout.group, caches[layout.group.name]) for layout in layouts):
         backends[group.name] = choose("attention_backend", group=group, device=device, settings=settings)(group, cache, ops, dtype)

@@ -7,15 +7,15 @@ step: patch, gather, embed, layers, hidden states at the sampling positions (the
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from modelrunner.attention import AttentionBackend, BoundAttention, attention_meta
-from modelrunner.batch import EMPTY_PATCH, Batch, Feature, Outcome, Plan, Ticket, record_words
+from modelrunner.batch import Batch, Feature, Outcome, Plan, Record, Ticket, record_words
 from modelrunner.device import Device, Event, PinnedBuffer
-from modelrunner.errors import EngineError
+from modelrunner.errors import EngineError, PluginError
 from modelrunner.model_state import ModelState, Needs
 from modelrunner.ops import Ops
 from modelrunner.page_pool import GroupLayout
@@ -67,23 +67,27 @@ class Runner:
         self.layer_index = {g.group.name: {layer: i for i, layer in enumerate(g.group.layers)} for g in parts.layouts}
 
     def warm_up(self) -> None:
-        """Run one step of a dead row through everything, so that what cannot run fails at start-up and not at the first request."""
+        """Run steps of a dead row, one of each kind of tail, so that what cannot run fails at start-up and not at the first request."""
         one = np.ones(1, np.int32)
+        blank = self.parts.table.builder()
+        blank.row(self.scratch_row, {})  # its columns have their defaults already
         plan = Plan(
             step=-1,
             rows=one * self.scratch_row,
             generations=-one,
             num_query=one,
-            patch=EMPTY_PATCH,
+            patch=blank.build(),
             num_decode=1,
             num_tokens=1,
             max_query=1,
             max_seq_len=1,
             table_pages=(1,) * len(self.parts.layouts),
-            features=Feature.PLAIN,
         )
         self.state.fill_dummy(self.buffers.batch(plan, self.buckets.shape(plan), self.parts.table.columns))
-        self.collect(self.launch(plan))
+        for features in (Feature.GREEDY, Feature.PLAIN, Feature.PLAIN | Feature.FILTERED):
+            records = self.collect(self.launch(replace(plan, features=features))).records
+            if records[0, Record.ROW] != self.scratch_row:
+                raise PluginError(f"the step's record names row {records[0, Record.ROW]}, not {self.scratch_row} (operation write_record)")
 
     def launch(self, plan: Plan) -> Ticket:
         """Enqueue the step; never waits. An entry is free because at most `depth` tickets are open.

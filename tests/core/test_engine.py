@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from modelrunner import LLM, SamplingParams
+from modelrunner import LLM, SamplingParams, hookimpl
 from modelrunner.batch import Drain
-from modelrunner.errors import EngineError, PluginWarning, RequestError
+from modelrunner.errors import EngineError, PluginError, PluginWarning, RequestError
 from modelrunner.testing import ByteTokenizer, Driver, EngineProbe, P, ScriptedPlugin, Subject, dense, mixed, ref, say, scripted
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -173,3 +173,42 @@ def test_an_engine_interrupted_in_mid_step_says_so() -> None:
         llm.generate({"prompt_token_ids": P(4, 1)}, GREEDY)
     with pytest.raises(EngineError, match="KeyboardInterrupt"):
         llm.generate({"prompt_token_ids": P(4, 1)}, GREEDY)
+
+
+@pytest.mark.parametrize("answer", [None, 3, "known"])
+def test_a_model_state_that_answers_no_columns_ends_that_request_only(answer: Any) -> None:
+    """It used to raise from every step, with the request at the head of the queue for ever."""
+    plugin = ScriptedPlugin(mixed())
+    plugin.state = type("Odd", (plugin.state,), {"add_row": lambda state, row, request: answer if request.id == "bad" else {}})
+    driver = Driver(Subject("scripted", "mixed", (plugin,)).engine())
+    for name in ("bad", "good"):
+        driver.add(name, P(4, 1), GREEDY)
+    driver.finish(max_steps=50)
+    assert driver.result("bad").finish_reason == "error"
+    assert driver.result("good").token_ids == ref(good(), P(4, 1), GREEDY).token_ids
+    EngineProbe(driver).assert_clean()
+
+
+class Override:
+    """Overrides one operation."""
+
+    MODELRUNNER_API = ">=1,<2"
+
+    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+        self.name, self.function = name, function
+
+    @hookimpl
+    def kernels(self, register: Any) -> None:
+        register.override(self.name, self.function, device_type="cpu")
+
+
+@pytest.mark.parametrize("name", ["apply_patch", "greedy", "sample", "write_record", "slot_mapping"])
+def test_an_operation_of_the_wrong_signature_fails_at_start_up(name: str) -> None:
+    """`greedy` and `apply_patch` were first called by the first request."""
+    with pytest.raises(PluginError, match="at start-up: TypeError"):
+        Subject("scripted", "mixed", (ScriptedPlugin(mixed()), Override(name, lambda: None))).engine()
+
+
+def test_an_operation_that_writes_no_record_fails_at_start_up() -> None:
+    with pytest.raises(PluginError, match="write_record"):
+        Subject("scripted", "mixed", (ScriptedPlugin(mixed()), Override("write_record", lambda *arguments: None))).engine()
