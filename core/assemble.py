@@ -109,7 +109,13 @@ def assemble(arguments: Mapping[str, Any], plugins: Sequence[object] = ()) -> As
     cache_dtype = dtype if settings.cache.dtype == "auto" else DTYPES[settings.cache.dtype]
     page_bytes, layouts = page_layout(needs.cache_groups, settings.cache.page_size, cache_dtype.itemsize)
     num_pages = count_pages(settings, device, page_bytes, layouts, max_model_len)
-    arena, caches = allocate_caches(layouts, num_pages + 1, page_bytes, cache_dtype, device.torch_device)
+    try:
+        arena, caches = allocate_caches(layouts, num_pages + 1, page_bytes, cache_dtype, device.torch_device)
+    except (RuntimeError, MemoryError) as error:
+        raise CapacityError(
+            f"the cache of {num_pages} pages of {page_bytes} bytes does not fit on device {device.name!r}; lower cache.num_pages or "
+            f"cache.memory_bytes ({error})"
+        ) from error
     columns = [*core_columns(layouts, max_model_len), *sampler.columns(settings), *needs.columns]
     with blaming(f"the request table with the columns of model_state {choose.chosen['model_state']}"):
         table = RequestTable(columns, settings.scheduler.max_rows, device.torch_device, patch_capacity(settings, layouts, columns))

@@ -10,7 +10,7 @@ import pytest
 
 from modelrunner import LLM, SamplingParams, hookimpl
 from modelrunner.batch import Drain
-from modelrunner.errors import EngineError, PluginError, PluginWarning, RequestError
+from modelrunner.errors import CapacityError, EngineError, PluginError, PluginWarning, RequestError
 from modelrunner.testing import ByteTokenizer, Driver, EngineProbe, P, ScriptedPlugin, Subject, dense, mixed, ref, say, scripted
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -212,3 +212,8 @@ def test_an_operation_of_the_wrong_signature_fails_at_start_up(name: str) -> Non
 def test_an_operation_that_writes_no_record_fails_at_start_up() -> None:
     with pytest.raises(PluginError, match="write_record"):
         Subject("scripted", "mixed", (ScriptedPlugin(mixed()), Override("write_record", lambda *arguments: None))).engine()
+
+
+def test_a_cache_that_cannot_be_allocated_is_named() -> None:
+    with pytest.raises(CapacityError, match=r"the cache of 2147483647 pages of \d+ bytes does not fit on device 'cpu'"):
+        dense().engine(pages=2**31 - 1, page_size=4096)
