@@ -17,7 +17,7 @@ SOURCES = $(shell find core kernels model_states plugins -name '*.py' -o -name p
 
 help:
 	@echo "make demo    install, and let a small real language model complete a prompt (make demo PROMPT='...')"
-	@echo "make test    install, and run everything that CI runs: lint, imports, types, unit"
+	@echo "make test    install, and check everything in the tree: lint, imports, types, unit"
 	@echo "make lint | imports | types | unit    one part of it"
 	@echo "make format  let ruff format the code"
 	@echo "make wheel   build dist/modelrunner-*.whl"

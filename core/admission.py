@@ -196,7 +196,7 @@ class Admission:
         """Column values of the row that the entry would get, block tables excepted. None, and the request ended, if a plugin raised."""
         request = entry.request
         try:
-            extra = self._on_admit(self._free_rows[-1], request, request.num_preemptions > 0)
+            extra = {**self._on_admit(self._free_rows[-1], request, request.num_preemptions > 0)}
         except Exception as error:
             self._refuse(request, error)
             return None

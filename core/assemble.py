@@ -5,7 +5,8 @@ The order is that of `hookspecs.HookSpecs`. Every function here runs once an eng
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from modelrunner.attention import AttentionBackend, NoAttention
 from modelrunner.caches import allocate_caches
 from modelrunner.checkpoint import CheckpointReader, ModelCard
 from modelrunner.device import Device
-from modelrunner.errors import CapacityError, PluginError
+from modelrunner.errors import CapacityError, ModelRunnerError, PluginError
 from modelrunner.linear import LinearFactory
 from modelrunner.model_state import BuildContext, ModelState, Needs, No, Yes, required_features
 from modelrunner.observers import Observer
@@ -23,7 +24,7 @@ from modelrunner.ops import Ops, Registry
 from modelrunner.page_pool import GroupLayout, page_layout
 from modelrunner.plugin_contract import flatten
 from modelrunner.plugin_manager import PluginManager
-from modelrunner.request_table import Column, RequestTable
+from modelrunner.request_table import RUN_OVERHEAD, Column, RequestTable
 from modelrunner.runner import Parts, Runner
 from modelrunner.sampler import Sampler, default_stages
 from modelrunner.settings import Resolved, RunnerSettings, load_settings, merge_sections
@@ -103,19 +104,28 @@ def assemble(arguments: Mapping[str, Any], plugins: Sequence[object] = ()) -> As
     tokenizer = None if settings.model.skip_tokenizer_init else choose("tokenizer", card=card, settings=settings)
     device: Device = choose("device", pin=unless_auto(settings.device.name), settings=settings)(settings)
     ops = resolve_ops(manager, device)
-    state: ModelState = choose("model_state", card=card, settings=settings)(card, settings)
-    needs = checked_needs(state, card, settings)
     dtype = model_dtype(settings, device)
-    build_module(choose, reader, card, state, dtype, device, ops)
+    state_type: type[ModelState] = choose("model_state", card=card, settings=settings)
+    with blaming(f"model_state {choose.chosen['model_state']}"):
+        state = state_type(card, settings)
+        needs = checked_needs(state, card, settings)
+        build_module(choose, reader, card, state, dtype, device, ops)
     sampler = Sampler(ops, default_stages())
     taps, needs = collect_taps(manager, card, settings, state, needs, dtype, device)
     max_model_len = min(settings.model.max_model_len or needs.max_model_len, needs.max_model_len)
     cache_dtype = dtype if settings.cache.dtype == "auto" else DTYPES[settings.cache.dtype]
     page_bytes, layouts = page_layout(needs.cache_groups, settings.cache.page_size, cache_dtype.itemsize)
     num_pages = count_pages(settings, device, page_bytes, layouts, max_model_len)
-    arena, caches = allocate_caches(layouts, num_pages + 1, page_bytes, cache_dtype, device.torch_device)
+    try:
+        arena, caches = allocate_caches(layouts, num_pages + 1, page_bytes, cache_dtype, device.torch_device)
+    except (RuntimeError, MemoryError) as error:
+        raise CapacityError(
+            f"the cache of {num_pages} pages of {page_bytes} bytes does not fit on device {device.name!r}; lower cache.num_pages or "
+            f"cache.memory_bytes ({error})"
+        ) from error
     columns = [*core_columns(layouts, max_model_len), *sampler.columns(settings), *needs.columns]
-    table = RequestTable(columns, settings.scheduler.max_rows, device.torch_device, patch_capacity(settings, layouts, max_model_len, needs))
+    with blaming(f"the request table with the columns of model_state {choose.chosen['model_state']}"):
+        table = RequestTable(columns, settings.scheduler.max_rows, device.torch_device, patch_capacity(settings, layouts, columns))
     backends: dict[str, AttentionBackend] = {}
     for group, cache in ((layout.group, caches[layout.group.name]) for layout in layouts):
         backend = choose("attention_backend", group=group, device=device, settings=settings) if group.attends else NoAttention
@@ -129,7 +139,8 @@ def assemble(arguments: Mapping[str, Any], plugins: Sequence[object] = ()) -> As
         depth=settings.scheduler.pipeline_depth,
         buckets=Buckets(settings.graphs.bucket_rows, settings.graphs.bucket_tokens),
     )
-    runner.warm_up()
+    with blaming(f"the first step of model_state {choose.chosen['model_state']}"):
+        runner.warm_up()
     resolved = Resolved(
         model=card.name or str(card.path),
         dtype=name_of(dtype),
@@ -144,6 +155,17 @@ def assemble(arguments: Mapping[str, Any], plugins: Sequence[object] = ()) -> As
     return Assembly(
         manager, settings, resolved, card, tokenizer, device, needs, state, sampler, taps, table, tuple(layouts), arena, runner, observers
     )
+
+
+@contextmanager
+def blaming(component: str) -> Iterator[None]:
+    """Name the component in whatever it raises that is not already one of our errors."""
+    try:
+        yield
+    except ModelRunnerError:
+        raise
+    except Exception as error:
+        raise PluginError(f"{component} failed at start-up: {type(error).__name__}: {error}") from error
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -166,6 +188,8 @@ def model_dtype(settings: RunnerSettings, device: Device) -> torch.dtype:
 def checked_needs(state: ModelState, card: ModelCard, settings: RunnerSettings) -> Needs:
     """What the state declares; refuses features that it cannot do and lengths that it cannot hold."""
     needs = state.declare(card, settings)
+    if seated := [column.name for column in needs.columns if column.seats is not None]:
+        raise ValueError(f"columns {seated} are seated; only sampler stages have seats to give, a model state declares plain columns")
     refused = {feature: answer.reason for feature in required_features(settings) if isinstance(answer := state.supports(feature), No)}
     if refused:
         listing = "; ".join(f"{feature}: {reason}" for feature, reason in refused.items())
@@ -223,12 +247,11 @@ def core_columns(layouts: Sequence[GroupLayout], max_model_len: int) -> list[Col
     return [Column("token_ids", torch.int32, width=max(2, max_model_len)), *scalars, *tables]
 
 
-def patch_capacity(settings: RunnerSettings, layouts: Sequence[GroupLayout], max_model_len: int, needs: Needs) -> int:
-    """Words that a step's edits may take: a new page for each row and each token, and the admission of a few of the longest prompts."""
-    growth = 4 * len(layouts) * (settings.scheduler.max_rows + settings.scheduler.max_batched_tokens)
-    admission = 64 + settings.sampler.max_stop_token_ids + 2 * max_model_len + sum(2 * max_model_len // g.tokens_per_page for g in layouts)
-    admission += sum(2 * column.width * column.words for column in needs.columns)
-    return growth + 4 * (admission + 1024)
+def patch_capacity(settings: RunnerSettings, layouts: Sequence[GroupLayout], columns: Sequence[Column]) -> int:
+    """Words that a step's edits may take: a new page for each row and each token, and a few admissions that fill every column."""
+    growth = (1 + RUN_OVERHEAD) * len(layouts) * (settings.scheduler.max_rows + settings.scheduler.max_batched_tokens)
+    row = sum((2 if column.seats is None else 4) * column.width + 16 for column in columns)  # at least `PatchBuilder.row_words`
+    return growth + 4 * row
 
 
 def count_pages(settings: RunnerSettings, device: Device, page_bytes: int, layouts: Sequence[GroupLayout], max_model_len: int) -> int:

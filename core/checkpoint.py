@@ -81,7 +81,7 @@ def read_json(path: Path, purpose: str) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing; it holds {purpose}") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise CheckpointError(f"{path} ({purpose}) cannot be read: {error}") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} ({purpose}) holds a JSON {type(value).__name__}; an object is needed")
@@ -132,8 +132,8 @@ class SafetensorsReader(CheckpointReader):
                 )
             return dict.fromkeys(found)
         weight_map = read_json(index, "which file holds which tensor").get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise CheckpointError(f"{index} has no `weight_map`, or an empty one")
+        if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(file, str) for file in weight_map.values()):
+            raise CheckpointError(f"{index} has no `weight_map` from tensors to file names, or an empty one")
         shards: dict[Path, list[str] | None] = {}
         for tensor, file in weight_map.items():
             names = shards.setdefault(self.folder / file, [])

@@ -6,6 +6,7 @@ Nothing here imports torch; a command imports what it needs when it runs.
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 import traceback
@@ -44,6 +45,8 @@ class Command:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit status: 2 for a wrong call or a ModelRunnerError, whose message goes to standard error."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a model may say what a terminal of another encoding cannot show
     head, rest = _head_parser().parse_known_args(sys.argv[1:] if argv is None else list(argv))
     with _plain_warnings():
         try:

@@ -21,11 +21,8 @@ if TYPE_CHECKING:
 class Event(Protocol):
     """A point in a stream."""
 
-    def ready(self) -> bool:
-        """True once the work before the point is done; never blocks."""
-
     def wait(self) -> None:
-        """Block the host until `ready()`."""
+        """Block the host until the work before the point is done."""
 
 
 class PinnedBuffer:
@@ -71,7 +68,8 @@ class Device(ABC):
         """Free and total bytes of the device's memory."""
 
     def cache_budget(self, memory_fraction: float) -> int:
-        """Bytes that the cache may take when the engine may fill that share of the memory; everything else is already allocated."""
+        """Bytes that the cache may take when weights and cache may fill that share of the memory. Weights are loaded; the rest of the
+        memory is left for the request table, the step's buffers and activations."""
         free, total = self.memory()
         return int(free - total * (1 - memory_fraction))
 

@@ -26,24 +26,18 @@ from modelrunner.assemble import Assembly, assemble
 from modelrunner.batch import Drain, Plan, Ticket
 from modelrunner.caches import free_arena, restore_arena
 from modelrunner.checkpoint import ModelCard
-from modelrunner.errors import ModelRunnerError, RequestError
+from modelrunner.errors import EngineError, PluginWarning, RequestError
 from modelrunner.outputs import OutputProcessor
 from modelrunner.page_pool import PagePool
-from modelrunner.request import Request, RequestOutput, SamplingParams, make_request
+from modelrunner.request import Prompt, Request, RequestOutput, SamplingParams, make_request, merged_eos
+from modelrunner.sampling_params import shown
 from modelrunner.scheduler import Committed, Scheduler
 from modelrunner.settings import RunnerSettings
 from modelrunner.text import Tokenizer
 from modelrunner.watch import Watch
 from modelrunner.weights import load_tensors
 
-Prompt = str | Sequence[int] | Mapping[str, Any]
-
-
 FIRST_WEIGHTS = "0"  # version of the weights that an engine starts with
-
-
-class EngineError(ModelRunnerError):
-    """A step failed on the device; the engine cannot go on. The cause is chained."""
 
 
 class Engine:
@@ -55,6 +49,7 @@ class Engine:
         self.settings: RunnerSettings = self.assembly.settings
         self.card: ModelCard = self.assembly.card
         self.tokenizer: Tokenizer | None = self.assembly.tokenizer
+        merged_eos(self.card, self.tokenizer)  # what is wrong with them is told now, not at the first request
         self.runner = self.assembly.runner
         self.scheduler = self._scheduler(self.assembly)
         self._warn_of_small_cache()
@@ -64,7 +59,7 @@ class Engine:
         self.requests: dict[str, Request] = {}
         self.failure: BaseException | None = None
         self._ended: list[Request] = []  # finished by the host since the last step
-        self._ready: list[RequestOutput] = []  # collected between steps
+        self._ready: list[RequestOutput] = []  # collected between steps, or in a step that raised afterwards
         self._num_updates = 0
         self._broken_weights = ""  # why the weights cannot be used
         self._sleeping = False
@@ -77,7 +72,7 @@ class Engine:
             builder=parts.table.builder,
             row_values=lambda request: {**parts.sampler.row_values(request), **request.tap_values},
             on_admit=self._admit,
-            on_remove=parts.state.remove_row,
+            on_remove=self._removed,
             max_rows=scheduler.max_rows,
             max_batched_tokens=scheduler.max_batched_tokens,
             max_model_len=parts.resolved.max_model_len,
@@ -101,6 +96,18 @@ class Engine:
     def _admit(self, row: int, request: Request, resumed: bool) -> Mapping[str, Any]:
         state = self.assembly.state
         return state.resume_row(row, request) if resumed else state.add_row(row, request)
+
+    def _removed(self, row: int, request: Request) -> None:
+        state = self.assembly.state
+        try:
+            state.remove_row(row, request)
+        except Exception as error:  # the row is left all the same: in the middle of that the books must not stop
+            warnings.warn(
+                f"{type(state).__name__}.remove_row raised for request {request.id!r}, which left row {row}: "
+                f"{type(error).__name__}: {error}. What this model state keeps of the row may be stale",
+                PluginWarning,
+                stacklevel=2,
+            )
 
     # ---- requests ------------------------------------------------------------------------------------------------
 
@@ -138,8 +145,12 @@ class Engine:
         request.features = int(self.assembly.sampler.features(request.params))
         self.assembly.taps.admit(request)
         self.scheduler.add(request)
+        try:
+            self.outputs.add(request)
+        except Exception as error:  # the tokenizer may have fewer ids than the model
+            self.scheduler.finish(request, "error")
+            raise RequestError(f"prompt: the tokenizer cannot turn its ids into text ({type(error).__name__}: {error})") from error
         self.requests[request_id] = request
-        self.outputs.add(request)
         self.watch.request_started(request)
 
     def abort(self, request_id: str) -> None:
@@ -148,7 +159,7 @@ class Engine:
         Raises RequestError for an id that is not a non-empty string.
         """
         if not isinstance(request_id, str) or not request_id:
-            raise RequestError(f"abort takes the id of one request, a non-empty string; got {request_id!r}")
+            raise RequestError(f"abort takes the id of one request, a non-empty string; got {shown(request_id)}")
         if (request := self.requests.get(request_id)) is not None:
             self._finish(request, "abort")
 
@@ -164,7 +175,11 @@ class Engine:
     # ---- the loop ------------------------------------------------------------------------------------------------
 
     def step(self) -> list[RequestOutput]:
-        """Plan and launch one step, collect what is due, and return the outputs that are new. While asleep nothing is planned."""
+        """Plan and launch one step, collect what is due, and return the outputs that are new. While asleep nothing is planned.
+
+        An exception of the model state or of the device's launch undoes the step, which can be tried again. An interrupt
+        (KeyboardInterrupt) leaves the books half written: the engine cannot go on then. `LLM` holds interrupts back until a step is over.
+        """
         self._check_alive()
         self._check_weights()
         now = time.monotonic()
@@ -172,21 +187,27 @@ class Engine:
             self._ended.append(request)
             self._forget(request)
         outputs = self._take_ready()
-        plan = None if self._sleeping else self.scheduler.plan()
-        if isinstance(plan, Drain):
-            outputs += self._collect(keep=0)
-            now = time.monotonic()
-            plan = self.scheduler.plan(drained=True)
-        assert not isinstance(plan, Drain), "a drained plan has nothing in flight to wait for"
-        if plan is not None:
-            self._launch(plan, now)
-        self.watch.deliver()
-        depth = self.settings.scheduler.pipeline_depth
-        outputs += self._collect(keep=depth - 1 if plan is not None else max(len(self.tickets) - 1, 0))
-        outputs += self._report_ended()
-        if not self.tickets:  # no launch follows that observers could be told after
+        try:
+            plan = None if self._sleeping else self.scheduler.plan()
+            if isinstance(plan, Drain):
+                outputs += self._collect(keep=0)
+                now = time.monotonic()
+                plan = self.scheduler.plan(drained=True)
+            assert not isinstance(plan, Drain), "a drained plan has nothing in flight to wait for"
+            if plan is not None:
+                self._launch(plan, now)
             self.watch.deliver()
-        return outputs
+            depth = self.settings.scheduler.pipeline_depth
+            outputs += self._collect(keep=depth - 1 if plan is not None else max(len(self.tickets) - 1, 0))
+            outputs += self._report_ended()
+            if not self.tickets:  # no launch follows that observers could be told after
+                self.watch.deliver()
+            return outputs
+        except BaseException as error:
+            self._ready = outputs
+            if not isinstance(error, Exception):
+                self.failure = error
+            raise
 
     def drain(self) -> list[RequestOutput]:
         """Collect every step in flight and return the outputs that are new. Nothing is planned: requests stay where they are."""
@@ -197,6 +218,9 @@ class Engine:
         planned = time.monotonic()
         try:
             self.tickets.append(self.runner.launch(plan))
+        except EngineError as error:
+            self.failure = error
+            raise
         except BaseException:
             self.scheduler.rollback(plan)
             raise
@@ -210,9 +234,11 @@ class Engine:
             waiting = time.monotonic()
             try:
                 outcome = self.runner.collect(ticket)
-            except BaseException as error:
+            except Exception as error:
                 self.failure = error
-                raise EngineError(f"step {ticket.plan.step} failed on device {self.assembly.device.name!r}: {error}") from error
+                raise EngineError(
+                    f"step {ticket.plan.step} failed on device {self.assembly.device.name!r}: {type(error).__name__}: {error}"
+                ) from error
             arrived = time.monotonic()
             self.assembly.taps.keep(outcome, self.scheduler.rows, self.scheduler.request_at)
             committed = self.scheduler.commit(outcome)
@@ -224,8 +250,8 @@ class Engine:
         outputs, stops = self.outputs.process(committed)
         for request in committed.finished:
             self._forget(request)
-        for request, keep, stop in stops:
-            self._finish(request, "stop", stop, keep)
+        for request, keep, reason, stop in stops:
+            self._finish(request, reason, stop, keep)
         return outputs
 
     def _report_ended(self) -> list[RequestOutput]:
@@ -237,12 +263,13 @@ class Engine:
         return ready
 
     def _forget(self, request: Request) -> None:
-        if self.requests.pop(request.id, None) is not None:
+        if self.requests.get(request.id) is request:  # its id may be another request's by now
+            del self.requests[request.id]
             self.watch.request_finished(request)
 
     def _check_alive(self) -> None:
         if self.failure is not None:
-            raise EngineError(f"the engine stopped because a step failed: {self.failure}") from self.failure
+            raise EngineError(f"the engine stopped because a step failed: {self.failure!r}") from self.failure
 
     # ---- between steps -------------------------------------------------------------------------------------------
 

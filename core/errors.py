@@ -23,6 +23,10 @@ class CheckpointError(ModelRunnerError):
     """A checkpoint that is missing, damaged, or does not fit the model."""
 
 
+class EngineError(ModelRunnerError):
+    """A step failed on the device, or the engine was closed; it takes no more work. The cause is chained."""
+
+
 class CapacityError(ModelRunnerError):
     """Memory or table sizes that cannot hold what was asked for."""
 

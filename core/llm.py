@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import signal
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from modelrunner.engine import Engine
@@ -68,7 +70,8 @@ class LLM:
         with finish reason `timeout`. Both may be lists too.
 
         Raises RequestError before anything runs when any prompt or parameter is invalid, naming the prompt's index. An
-        exception during the run, KeyboardInterrupt included, ends the call's other requests; the engine stays usable.
+        exception during the run ends the call's other requests; the engine stays usable. So does a Ctrl-C, which waits for the end
+        of the step (a second one does not, and costs the engine).
         """
         if self.engine.is_sleeping:
             raise RequestError("prompts: the engine is asleep, so nothing would run; accepted: generate after wake_up()")
@@ -77,16 +80,18 @@ class LLM:
         priorities, deadlines = spread("priority", priority, len(many)), spread("deadline", deadline, len(many))
         pending: dict[str, int] = {}  # request id -> index of its prompt
         results: list[RequestOutput | None] = [None] * len(many)
-        try:
-            for i, prompt in enumerate(many):
-                request_id = str(next(self._ids))
-                pending[request_id] = i  # before it is added: an interrupt in between must not leave it behind
-                with naming_prompt(i):
-                    self.engine.add_request(request_id, prompt, params[i], priority=priorities[i], deadline=deadlines[i])
-            self._run(pending, results, use_tqdm)
-        except BaseException:
-            self._abandon(pending)
-            raise
+        with held_interrupts() as let_interrupts_in:
+            try:
+                for i, prompt in enumerate(many):
+                    request_id = str(next(self._ids))
+                    pending[request_id] = i  # before it is added: an interrupt in between must not leave it behind
+                    with naming_prompt(i):
+                        self.engine.add_request(request_id, prompt, params[i], priority=priorities[i], deadline=deadlines[i])
+                    let_interrupts_in()
+                self._run(pending, results, use_tqdm, let_interrupts_in)
+            except BaseException:
+                self._abandon(pending)
+                raise
         return [result for result in results if result is not None]
 
     def chat(
@@ -142,7 +147,7 @@ class LLM:
             raise RequestError(f"sampling_params: got a {type(params).__name__}; accepted: SamplingParams, or a list of them")
         return params.model_copy(update={"output_kind": OutputKind.FINAL_ONLY})
 
-    def _run(self, pending: dict[str, int], results: list[RequestOutput | None], use_tqdm: bool) -> None:
+    def _run(self, pending: dict[str, int], results: list[RequestOutput | None], use_tqdm: bool, after_step: Callable[[], None]) -> None:
         from tqdm import tqdm  # type: ignore[import-untyped]
 
         quiet = not use_tqdm or not sys.stderr.isatty()
@@ -152,6 +157,7 @@ class LLM:
                     if output.finished and output.request_id in pending:
                         results[pending.pop(output.request_id)] = output
                         bar.update()
+                after_step()
 
     def _abandon(self, pending: dict[str, int]) -> None:
         """End the requests of a call that failed, and take their last outputs, so that the next call finds nothing of them."""
@@ -162,6 +168,36 @@ class LLM:
                 for output in self.engine.step():
                     if output.finished:
                         pending.pop(output.request_id, None)
+
+
+@contextlib.contextmanager
+def held_interrupts() -> Iterator[Callable[[], None]]:
+    """Hold the first Ctrl-C back until the function that this gives is called, or to the end; the second one comes through at once.
+
+    Python raises KeyboardInterrupt between any two instructions, and the engine's books do not bear that. Handlers other than Python's own,
+    and threads, in which there are no signals, are left alone.
+    """
+    own = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    came: list[int] = []
+
+    def hold(number: int, frame: Any) -> None:
+        if came:
+            raise KeyboardInterrupt
+        came.append(number)
+
+    def let_in() -> None:
+        if came:
+            came.clear()
+            raise KeyboardInterrupt
+
+    if own:
+        signal.signal(signal.SIGINT, hold)
+    try:
+        yield let_in
+    finally:
+        if own:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+    let_in()
 
 
 @contextlib.contextmanager
@@ -177,13 +213,13 @@ def as_list(prompts: Any) -> list[Any]:
     """The prompts of a call: a list of ids is one prompt, a list of anything else is several."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
-    if not isinstance(prompts, Iterable) or isinstance(prompts, bytes):
+    if not isinstance(prompts, Iterable) or isinstance(prompts, bytes) or getattr(prompts, "ndim", 1) == 0:
         raise RequestError(
             f"prompts: got a {type(prompts).__name__}; accepted: text, token ids, a mapping with one of them, or a list of these"
         )
     many = list(prompts)
     one = bool(many) and hasattr(many[0], "__index__") and not hasattr(many[0], "__len__")
-    return [prompts] if one else many
+    return [many] if one else many
 
 
 def spread(name: str, value: Any, count: int) -> list[Any]:

@@ -181,7 +181,7 @@ class StaticBuffer:
 class Needs:
     """What a ModelState asks the core to allocate.
 
-    cache_groups: one block table each. columns: request-table columns that this state owns.
+    cache_groups: one block table each. columns: request-table columns that this state owns; seated ones are for sampler stages and taps.
     max_model_len: the most tokens (prompt and output) that the model can hold. tap_points: names at which `forward` calls its tap.
     results: what `ModelState.outputs` gives. capture: `full`, or `none` with `capture_reason`.
     """

@@ -218,4 +218,12 @@ class Registry:
 
 def _problem(override: _Override | None) -> str | None:
     """Why an override cannot run; None if it can, or if there is none."""
-    return override.supports() if override is not None and override.supports is not None else None
+    if override is None or override.supports is None:
+        return None
+    try:
+        return override.supports()
+    except Exception as error:
+        raise PluginError(
+            f"plugin {override.plugin!r} cannot tell whether its override of operation {override.name!r} runs on "
+            f"{override.device_type!r}: {type(error).__name__}: {error}"
+        ) from error

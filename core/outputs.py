@@ -45,7 +45,10 @@ class RowHolders(Protocol):
 
 
 class StreamState:
-    """What was seen and what was given out of one watched request. token_ids: output tokens seen. text: None without a tokenizer."""
+    """What was seen and what was given out of one watched request. token_ids: output tokens seen. text: None without a tokenizer.
+
+    failure: what the tokenizer raised; there is no more text after it.
+    """
 
     def __init__(self, request: Request, text: OutputText | None) -> None:
         self.request = request
@@ -53,11 +56,18 @@ class StreamState:
         self.token_ids: list[int] = []
         self.given_characters = 0
         self.given_tokens = 0
+        self.failure: str | None = None
 
-    def feed(self, token_ids: Sequence[int]) -> None:
+    def feed(self, token_ids: Sequence[int], last: bool = False) -> None:
         self.token_ids.extend(token_ids)
-        if self.text is not None:
+        if self.text is None or self.failure is not None:
+            return
+        try:
             self.text.feed(token_ids)
+            if last:
+                self.text.finish()
+        except Exception as error:  # an id that the tokenizer lacks ends its own request, not the step
+            self.failure = failed_text(error)
 
     def take(self) -> tuple[str, list[int], int]:
         """(text, ids, place of the first id in the output) for an output of the request's kind: what is new for DELTA, else all."""
@@ -68,6 +78,11 @@ class StreamState:
             self.given_characters, self.given_tokens = len(text), len(ids)
             return new
         return text, list(ids), 0
+
+
+def failed_text(error: Exception) -> str:
+    """The stop reason of a request whose ids the tokenizer could not turn into text."""
+    return f"the tokenizer failed: {type(error).__name__}: {error}"
 
 
 class OutputProcessor:
@@ -86,7 +101,7 @@ class OutputProcessor:
         self._holders = holders
         self._extra = extra
         self._clock = clock
-        self._watched: dict[str, StreamState] = {}
+        self._watched: dict[Request, StreamState] = {}  # not by id: an aborted one's may be taken again before its end is told
 
     @property
     def num_watched(self) -> int:
@@ -102,23 +117,26 @@ class OutputProcessor:
         if self._tokenizer is not None and params.detokenize:
             prompt = request.prompt_token_ids
             text = OutputText(self._tokenizer, prompt, params.stop, params.include_stop_str_in_output, params.skip_special_tokens)
-        self._watched[request.id] = StreamState(request, text)
+        self._watched[request] = StreamState(request, text)
 
-    def process(self, committed: CommittedTokens) -> tuple[list[RequestOutput], list[tuple[Request, int, str]]]:
-        """Outputs of a collected step, and the requests that a stop string ended: (request, output tokens to keep, stop string).
+    def process(self, committed: CommittedTokens) -> tuple[list[RequestOutput], list[tuple[Request, int, str, str]]]:
+        """Outputs of a collected step, and the requests to end: (request, output tokens to keep, finish reason, stop reason). The finish
+        reason is `stop`, the other then the stop string, or `error`, for text that cannot be decoded.
 
         The caller ends these in the scheduler and then asks for their last output by `finish`. Requests in `committed.finished` have their
         last output among those returned.
         """
         outputs = [self.finish(request) for request in committed.finished]
-        stopped: list[tuple[Request, int, str]] = []
+        stopped: list[tuple[Request, int, str, str]] = []
         if not self._watched:
             return outputs, stopped
         for state, at in self._touched(committed.rows.tolist()):
             request = state.request
             state.feed(committed.tokens[at, : committed.num_tokens[at]].tolist())
-            if state.text is not None and state.text.match is not None:
-                stopped.append((request, state.text.num_tokens, state.text.match.stop))
+            if state.failure is not None:
+                stopped.append((request, len(state.token_ids), "error", state.failure))
+            elif state.text is not None and state.text.match is not None:
+                stopped.append((request, state.text.num_tokens, "stop", state.text.match.stop))
             elif request.params.output_kind is not OutputKind.FINAL_ONLY:
                 outputs.append(self._output(request, *state.take()))
         return outputs, stopped
@@ -128,8 +146,8 @@ class OutputProcessor:
         if len(self._watched) > len(rows):
             for at, row in enumerate(rows):
                 request = self._holders.request_at(row)
-                if request is not None and request.id in self._watched:
-                    yield self._watched[request.id], at
+                if request is not None and request in self._watched:
+                    yield self._watched[request], at
             return
         place = dict(zip(rows, range(len(rows)), strict=True))
         for state in self._watched.values():
@@ -142,23 +160,27 @@ class OutputProcessor:
 
         A stop string that the last tokens completed cuts the request's ids and becomes its finish reason here.
         """
-        state = self._watched.pop(request.id, None)
+        state = self._watched.pop(request, None)
         if state is None:
             return self._output(request, self._whole_text(request), list(request.output_token_ids), 0)
         seen = len(state.token_ids)
-        state.feed(request.output_token_ids[seen:])
-        if state.text is not None:
-            state.text.finish()
-            if state.text.match is not None:
-                del request.output_token_ids[state.text.num_tokens :]
-                request.finish_reason, request.stop_reason = "stop", state.text.match.stop
+        state.feed(request.output_token_ids[seen:], last=True)
+        if state.failure is not None:
+            request.finish_reason, request.stop_reason = "error", state.failure
+        elif state.text is not None and state.text.match is not None:
+            del request.output_token_ids[state.text.num_tokens :]
+            request.finish_reason, request.stop_reason = "stop", state.text.match.stop
         del state.token_ids[len(request.output_token_ids) :]
         return self._output(request, *state.take())
 
     def _whole_text(self, request: Request) -> str:
         if self._tokenizer is None or not request.params.detokenize:
             return ""
-        return detokenize(self._tokenizer, request.prompt_token_ids, request.output_token_ids, request.params.skip_special_tokens)
+        try:
+            return detokenize(self._tokenizer, request.prompt_token_ids, request.output_token_ids, request.params.skip_special_tokens)
+        except Exception as error:
+            request.finish_reason, request.stop_reason = "error", failed_text(error)
+            return ""
 
     def _output(self, request: Request, text: str, token_ids: list[int], start: int) -> RequestOutput:
         ended = request.finish_reason is not None

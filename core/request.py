@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from modelrunner.errors import RequestError
-from modelrunner.sampling_params import OutputKind, SamplingParams, as_float, as_int, default_params, shown
+from modelrunner.errors import CheckpointError, RequestError
+from modelrunner.sampling_params import INT32_MAX, OutputKind, SamplingParams, as_float, as_int, default_params, shown
 
 if TYPE_CHECKING:
     from modelrunner.checkpoint import ModelCard
@@ -130,14 +130,20 @@ class Request:
 
 
 def merged_eos(card: ModelCard, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """End-of-sequence ids named by generation_config.json, the configuration or the tokenizer: any of them ends an output."""
+    """End-of-sequence ids named by generation_config.json, the configuration or the tokenizer: any of them ends an output.
+
+    Raises CheckpointError for an entry that is no id.
+    """
     found: list[int] = []
     for source in (card.generation, card.config):
         value = source.get("eos_token_id")
-        found.extend(int(item) for item in (value if isinstance(value, (list, tuple)) else (value,)) if item is not None)
+        try:
+            found.extend(as_int(item) for item in (value if isinstance(value, (list, tuple)) else (value,)) if item is not None)
+        except ValueError:
+            raise CheckpointError(f"{card.path}: eos_token_id is {shown(value)}; a token id or a list of them is needed") from None
     if tokenizer is not None:
         found.extend(tokenizer.eos_token_ids)
-    return tuple(dict.fromkeys(item for item in found if item >= 0))
+    return tuple(dict.fromkeys(item for item in found if 0 <= item <= INT32_MAX))
 
 
 def make_request(
@@ -224,9 +230,10 @@ def encode_text(text: str, tokenizer: Tokenizer) -> list[int]:
 
 def list_of_ids(value: object) -> list[int]:
     """`value` as a list of ints (numpy arrays too). Raises RequestError that names the first item that is not one."""
-    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+    items = value.tolist() if hasattr(value, "tolist") and hasattr(value, "__len__") else value  # one number, for an array of no dimension
+    if isinstance(items, (str, bytes, Mapping)) or not isinstance(items, Iterable):
         raise RequestError(f"prompt: got {shown(value)}; accepted: text, a list of token ids, or a mapping with one of them")
-    ids = list(value.tolist() if hasattr(value, "tolist") and hasattr(value, "__len__") else value)
+    ids = list(items)
     if set(map(type, ids)) <= {int}:
         return ids
     checked = []

@@ -139,7 +139,7 @@ class PatchBuilder:
 
         A column of width > 1 takes an array of up to `width` elements; only those are written, what lies behind them stays (a prompt
         does not cost the longest prompt). A seated column takes (seat id, elements), whose rest is filled with the default. Raises
-        KeyError for an unknown column.
+        KeyError for an unknown column, ValueError for a value that its column cannot take.
         """
         table = self.table
         if unknown := values.keys() - table.scalar_index.keys() - table.wide.keys():
@@ -149,6 +149,8 @@ class PatchBuilder:
             if isinstance(value, tuple):
                 words[table.scalar_index[name]] = value[0]
                 self._seat(name, *value)
+            elif name in table.seats:
+                raise ValueError(f"column {name!r} is seated; it takes (seat id, elements), got {value!r}")
             elif name in table.scalar_index:
                 words[table.scalar_index[name]] = table.scalars[table.scalar_index[name]].column.encode(value)[0]
         self._add(table.scalar_base + row, np.ones(words.size, np.int32), words)

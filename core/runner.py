@@ -7,15 +7,16 @@ step: patch, gather, embed, layers, hidden states at the sampling positions (the
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from modelrunner.attention import AttentionBackend, BoundAttention, attention_meta
-from modelrunner.batch import EMPTY_PATCH, Batch, Feature, Outcome, Plan, Ticket, record_words
+from modelrunner.batch import Batch, Feature, Outcome, Plan, Record, Ticket, record_words
 from modelrunner.device import Device, Event, PinnedBuffer
+from modelrunner.errors import EngineError, PluginError
 from modelrunner.model_state import ModelState, Needs, Tap
 from modelrunner.ops import Ops
 from modelrunner.page_pool import GroupLayout
@@ -97,26 +98,33 @@ class Runner:
         self.layer_index = {g.group.name: {layer: i for i, layer in enumerate(g.group.layers)} for g in parts.layouts}
 
     def warm_up(self) -> None:
-        """Run one step of a dead row through everything, so that what cannot run fails at start-up and not at the first request."""
+        """Run steps of a dead row, one of each kind of tail, so that what cannot run fails at start-up and not at the first request."""
         one = np.ones(1, np.int32)
+        blank = self.parts.table.builder()
+        blank.row(self.scratch_row, {})  # its columns have their defaults already
         plan = Plan(
             step=-1,
             rows=one * self.scratch_row,
             generations=-one,
             num_query=one,
-            patch=EMPTY_PATCH,
+            patch=blank.build(),
             num_decode=1,
             num_tokens=1,
             max_query=1,
             max_seq_len=1,
             table_pages=(1,) * len(self.parts.layouts),
-            features=Feature.PLAIN | self.parts.taps.all_features,
         )
         self.state.fill_dummy(self.buffers.batch(plan, self.buckets.shape(plan), self.parts.table.columns))
-        self.collect(self.launch(plan))
+        for features in (Feature.GREEDY, Feature.PLAIN, Feature.PLAIN | Feature.FILTERED):
+            records = self.collect(self.launch(replace(plan, features=features | self.parts.taps.all_features))).records
+            if records[0, Record.ROW] != self.scratch_row:
+                raise PluginError(f"the step's record names row {records[0, Record.ROW]}, not {self.scratch_row} (operation write_record)")
 
     def launch(self, plan: Plan) -> Ticket:
-        """Enqueue the step; never waits. An entry is free because at most `depth` tickets are open."""
+        """Enqueue the step; never waits. An entry is free because at most `depth` tickets are open.
+
+        Raises what the step raised while it was enqueued: it can be rolled back. Raises EngineError when its results cannot be fetched.
+        """
         entry = self.launched % len(self.plans)
         assert self.events[entry] is None, "more steps in flight than the pipeline is deep"
         shape = self.buckets.shape(plan)
@@ -129,11 +137,18 @@ class Runner:
             for name, backend in self.parts.backends.items()
         }
         taps = self.parts.taps.active(plan.features)
-        self.device.launch(lambda: self._step(plan, batch, attention, taps, self.plans[entry], words))
-        self.events[entry] = self.device.download(lambda: self.ring[entry, : plan.num_rows], self.results[entry])
-        if taps is not None and taps.reports:
-            self.extra_events[entry] = self.extras.download(entry, plan.num_rows)
+        try:
+            self.device.launch(lambda: self._step(plan, batch, attention, taps, self.plans[entry], words))
+        except BaseException:
+            self.device.launch(self._rewind)
+            raise
         self.launched += 1
+        try:
+            self.events[entry] = self.device.download(lambda: self.ring[entry, : plan.num_rows], self.results[entry])
+            if taps is not None and taps.reports:
+                self.extra_events[entry] = self.extras.download(entry, plan.num_rows)
+        except BaseException as error:
+            raise EngineError(f"step {plan.step} runs, but its results cannot be fetched: {error}") from error
         return Ticket(plan, entry)
 
     def collect(self, ticket: Ticket) -> Outcome:
@@ -153,6 +168,10 @@ class Runner:
         if self.device.poison:
             self.device.launch(lambda: self._poison(ticket.entry))
         return Outcome(ticket.plan, records, extra)
+
+    def _rewind(self) -> None:
+        """Put the step counter back, however far the step that failed came."""
+        self.counter.fill_(self.launched)
 
     def _poison(self, entry: int) -> None:
         self.ring[entry].fill_(POISON)

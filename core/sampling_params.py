@@ -125,7 +125,7 @@ def _stop(value: object) -> tuple[str, ...]:
 def _stop_token_ids(value: object) -> tuple[int, ...]:
     if value is None:
         return ()
-    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable) or getattr(value, "ndim", 1) == 0:
         raise ValueError("not a list")
     ids = []
     for item in value:

@@ -178,11 +178,6 @@ class Scheduler:
         return entry.request if entry else None
 
     @property
-    def token_log(self) -> Int32Array:
-        """[max_rows, max_model_len] int32: prompt and committed output of each row."""
-        return self.rows.token_log
-
-    @property
     def max_tokens(self) -> int:
         """Longest request, prompt and output in tokens, that the cache can hold."""
         return self.admission.max_tokens()

@@ -29,11 +29,6 @@ class Entry:
     seats: dict[str, int] = field(default_factory=dict)
     cached: int = 0
 
-    @property
-    def num_known(self) -> int:
-        """Tokens known while it has no row."""
-        return len(self.request.prompt_token_ids) + len(self.request.output_token_ids)
-
     def tokens(self) -> Int32Array:
         """Prompt and committed output while it has no row: [n] int32."""
         return np.array(self.request.prompt_token_ids + self.request.output_token_ids, np.int32)

@@ -21,20 +21,20 @@ def kernels(register: Register, device: Device) -> None:
     from modelrunner.kernels import activation, attention, batch, embedding, linear, norm, rope, sampling, table
     from modelrunner.ops import CLOSE
 
-    function: Callable[..., Any]
-    for function in (table.apply_patch, table.update_state, table.write_record):
-        register.op(function.__name__, function, area="table")
-    for function in (batch.gather_rows, batch.gather_tokens, batch.gather_block_table, batch.slot_mapping):
-        register.op(function.__name__, function, area="batch")
-    for function in (attention.write_cache, attention.indexed_write, attention.attention_index):
-        register.op(function.__name__, function, area="attention")
-    for function in (attention.paged_attention, attention.indexed_attention):
-        register.op(function.__name__, function, area="attention", tolerance=CLOSE)
+    exact: dict[str, list[Callable[..., Any]]] = {
+        "table": [table.apply_patch, table.update_state, table.write_record],
+        "batch": [batch.gather_rows, batch.gather_tokens, batch.gather_block_table, batch.slot_mapping],
+        "attention": [attention.write_cache, attention.indexed_write, attention.attention_index],
+    }
+    for area, functions in exact.items():
+        for function in functions:
+            register.op(function.__name__, function, area=area)
+    register.op("paged_attention", attention.paged_attention, area="attention", tolerance=CLOSE)
+    register.op("indexed_attention", attention.indexed_attention, area="attention", tolerance=CLOSE)
     register.op("embedding", embedding.embedding, area="embedding")
     register.op("rms_norm", norm.rms_norm, area="norm", tolerance=CLOSE)
     register.op("apply_rope", rope.apply_rope, area="rope", tolerance=CLOSE)
     register.op("silu_mul", activation.silu_mul, area="activation", tolerance=CLOSE)
-    register.op("gelu_tanh_mul", activation.gelu_tanh_mul, area="activation", tolerance=CLOSE)
     register.op("matmul", linear.matmul, area="linear", tolerance=CLOSE)
     register.op("int8_matmul", linear.int8_matmul, area="linear", tolerance=CLOSE)
     register.op("greedy", sampling.greedy, area="sampling")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from modelrunner.errors import CheckpointError, RequestError
 from modelrunner.hookspecs import hookimpl
-from modelrunner.offers import Decline, Offer
+from modelrunner.offers import Decline, Fit, Offer
 
 if TYPE_CHECKING:
     from modelrunner.checkpoint import ModelCard
@@ -36,7 +36,7 @@ TOKENIZER_FILES = (
 def tokenizer(card: ModelCard, settings: RunnerSettings) -> Offer[Tokenizer] | Decline:
     named = settings.model.tokenizer
     path = Path(named).expanduser() if named else card.path
-    fit = "exact" if named else "family"
+    fit: Fit = "exact" if named else "family"
     if path.is_dir():
         if not any((path / name).is_file() for name in TOKENIZER_FILES):
             return Decline(f"{path} holds no tokenizer ({', '.join(TOKENIZER_FILES)}); set model.tokenizer, or skip_tokenizer_init")
@@ -48,7 +48,7 @@ def tokenizer(card: ModelCard, settings: RunnerSettings) -> Offer[Tokenizer] | D
     return Decline(f"{path} is neither a folder nor a file; set model.tokenizer, or skip_tokenizer_init")
 
 
-def _gguf_offer(path: Path, card: ModelCard, named: bool, fit: Any) -> Offer[Tokenizer] | Decline:
+def _gguf_offer(path: Path, card: ModelCard, named: bool, fit: Fit) -> Offer[Tokenizer] | Decline:
     if path.suffix != ".gguf":
         return Decline(f"{path} is not a folder and not a .gguf file")
     if not named and card.metadata and "tokenizer.ggml.model" not in card.metadata:
@@ -104,7 +104,7 @@ class _Wrapped:
         self.hf = hf
         eos = hf.eos_token_id
         self._eos = tuple(int(item) for item in (eos if isinstance(eos, (list, tuple)) else (eos,)) if item is not None)
-        self._vocab_size = 1 + max(hf.get_vocab().values())
+        self._vocab_size: int = 1 + max(hf.get_vocab().values())
 
     @property
     def vocab_size(self) -> int:

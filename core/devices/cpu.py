@@ -15,9 +15,6 @@ CACHE_SHARE = 0.25  # of the free memory: a host has other work to do
 class Done:
     """The event of work that has happened."""
 
-    def ready(self) -> bool:
-        return True
-
     def wait(self) -> None:
         return None
 

@@ -20,9 +20,6 @@ class CudaEvent:
     def __init__(self, event: torch.cuda.Event) -> None:
         self._event = event
 
-    def ready(self) -> bool:
-        return bool(self._event.query())
-
     def wait(self) -> None:
         self._event.synchronize()
 

@@ -40,11 +40,8 @@ class _CopyEvent:
         self._device = device
         self._copy = copy
 
-    def ready(self) -> bool:
-        self._device.advance()
-        return self._copy.done
-
     def wait(self) -> None:
+        self._device.advance()
         self._device.run_until(self._copy)
 
 

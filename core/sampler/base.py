@@ -37,7 +37,7 @@ class Stage:
         return None
 
     def row_values(self, request: Request) -> Mapping[str, Any]:
-        """H, at admission. Values of the stage's columns; an unnamed one gets its default. A seated column takes its elements."""
+        """H, at submission. Values of the stage's columns; an unnamed one gets its default. A seated column takes its elements."""
         return {}
 
     def features(self, params: SamplingParams) -> Feature:

@@ -53,7 +53,7 @@ class Sampler:
             stage.check(request, settings)
 
     def row_values(self, request: Request) -> dict[str, Any]:
-        """H, at admission. Column values of the request."""
+        """H, at submission. Column values of the request."""
         values: dict[str, Any] = {}
         for stage in self.stages:
             values.update(stage.row_values(request))

@@ -50,10 +50,6 @@ class ByteTokenizer:
     def eos_token_ids(self) -> tuple[int, ...]:
         return (EOS,)
 
-    @property
-    def all_special_ids(self) -> tuple[int, ...]:
-        return tuple(self._special)
-
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         data = text.encode()
         ids = [BOS] if add_special_tokens else []

@@ -49,9 +49,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def read_prompt_file(name: str) -> str:
     """The prompt in a file, without a line end at its end."""
+    if name == "-" and sys.stdin is None:
+        raise argparse.ArgumentTypeError("-: standard input is closed")
     try:
         data = sys.stdin.buffer.read() if name == "-" else Path(name).expanduser().read_bytes()
-        text = data.decode("utf-8")
+        text = data.decode("utf-8-sig")  # without the mark that some editors put at the beginning
     except OSError as error:
         raise argparse.ArgumentTypeError(f"{name}: {error.strerror}") from None
     except UnicodeDecodeError as error:

@@ -13,7 +13,7 @@ PARAMS = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
 
 def test_abort_matches_the_whole_id() -> None:
     subject = dense()
-    driver = Driver(subject.engine(rows=4))
+    driver = Driver(subject.engine(rows=4, device="deferred_cpu"))
     for s, name in enumerate(NAMES, start=1):
         driver.add(name, P(8, s), PARAMS)
     driver.step_until(lambda: all(driver.num_tokens(name) >= 5 for name in NAMES))

@@ -79,6 +79,12 @@ def test_an_unsupported_override_leaves_the_reference_and_says_why(registry: Reg
     assert ops.explain()["add"] == "reference of base (fast's override does not support it: needs AVX-512)"
 
 
+def test_an_override_that_cannot_tell_whether_it_runs_is_named(registry: Registry) -> None:
+    registry.for_plugin("fast").override("add", lambda a, b: -1, device_type="cpu", supports=lambda: str(1 // 0))
+    with pytest.raises(PluginError, match=r"plugin 'fast' cannot tell .* operation 'add' runs on 'cpu': ZeroDivisionError"):
+        registry.resolve("cpu")
+
+
 def fused(a: int, b: int) -> int:
     return 1000 + 2 * (a + b)
 

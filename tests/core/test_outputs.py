@@ -139,7 +139,8 @@ def test_a_stop_string_ends_a_running_request(kind: OutputKind, include: bool) -
         if kind is not OutputKind.FINAL_ONLY:
             texts.append(choice(outputs)[0])
             ids.append(choice(outputs)[1])
-    [(ended, keep, stop)] = stopped
+    [(ended, keep, reason, stop)] = stopped
+    assert reason == "stop"
     assert (ended, keep, stop) == (request, 6, "STOP")
     del request.output_token_ids[keep:]
     request.finish_reason, request.stop_reason = "stop", stop

@@ -48,6 +48,7 @@ REFUSED = [
     ("max_tokens", 0), ("max_tokens", -1), ("max_tokens", 2.0), ("max_tokens", True), ("max_tokens", math.nan),
     ("stop", [""]), ("stop", ["a", 5]), ("stop", 5), ("stop", ""),
     ("stop_token_ids", [3, -1]), ("stop_token_ids", [True]), ("stop_token_ids", "12"), ("stop_token_ids", 5),
+    ("stop_token_ids", np.array(5)),
     ("ignore_eos", 1), ("detokenize", "no"), ("output_kind", "some"),
 ]  # fmt: skip
 
@@ -118,6 +119,14 @@ def test_end_of_sequence_ids_are_merged() -> None:
     source = card(generation={"eos_token_id": [9, 8]}, config={"eos_token_id": 7})
     assert merged_eos(source, TOKENIZER) == (9, 8, 7, EOS)
     assert merged_eos(card(config={"eos_token_id": None}), None) == ()
+    assert merged_eos(card(config={"eos_token_id": [-1, 10**20, 5]}), None) == (5,)
+
+
+@pytest.mark.parametrize("value", ["x", {}, 1.5, [2, "x"], True], ids=str)
+def test_end_of_sequence_ids_that_are_none(value: Any) -> None:
+    """They ended the engine's first request with a bare ValueError, or were rounded."""
+    with pytest.raises(CheckpointError, match=r"/models/m: eos_token_id is .*; a token id or a list of them is needed"):
+        merged_eos(card(generation={"eos_token_id": value}), None)
 
 
 # ---- requests --------------------------------------------------------------------------------------------------------
@@ -162,6 +171,7 @@ BAD_PROMPTS: list[tuple[Any, str]] = [
     (["a"], "got 'a' at position 0"),
     ([[5]], "got a list of length 1 at position 0"),
     (np.array([[5]]), "at position 0"),
+    (np.array(5), r"prompt: got array\(5\); accepted: text"),
     (5, "prompt: got 5; accepted: text, a list of token ids"),
     (b"hi", "prompt: got b'hi'"),
     (None, "prompt: got None"),

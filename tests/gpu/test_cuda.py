@@ -52,6 +52,13 @@ def test_sampled_tokens_equal_the_cpu() -> None:
     assert list(driver.result("a").token_ids) == list(ref(dense(), P(12, 1), params).token_ids)
 
 
+def test_bfloat16_gives_the_same_tokens_at_every_depth(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default type of a GPU. The batch is fixed: all requests are there before the first step."""
+    monkeypatch.setenv("MODELRUNNER_MODEL__DTYPE", "bfloat16")
+    plain, deep = run(1), run(3)
+    assert all(plain.result(name).token_ids == deep.result(name).token_ids for name in REQUESTS)
+
+
 @pytest.fixture
 def no_synchronisation() -> Iterator[None]:
     yield

@@ -133,6 +133,25 @@ def test_a_file_that_is_not_text(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "not UTF-8 text (byte 2)" in capsys.readouterr().err
 
 
+def test_a_byte_order_mark_is_no_part_of_the_prompt(tmp_path: Path) -> None:
+    (tmp_path / "p").write_bytes(b"\xef\xbb\xbfab\r\n")
+    assert run("--prompt-file", str(tmp_path / "p")) == 0
+    assert FakeLLM.calls[1][1] == ["ab"]
+
+
+def test_standard_input_that_is_closed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    assert run("--prompt-file", "-") == 2
+    assert "standard input is closed" in capsys.readouterr().err
+
+
+def test_text_that_standard_output_cannot_encode_is_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(out, encoding="ascii", write_through=True))
+    assert run("--prompt", "é") == 0
+    assert out.getvalue() == b"\\xc9\n"
+
+
 def test_an_output_that_ended_in_an_error_shows_in_the_status(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeLLM, "reason", "error")
     assert run("--prompt", "a") == 1

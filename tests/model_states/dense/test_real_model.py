@@ -6,10 +6,10 @@ import gc
 
 import pytest
 import torch
-from tests.model_states.dense.oracle import assert_greedy
 
 from modelrunner import LLM, SamplingParams
 from modelrunner.plugins.demo_model import demo_file
+from tests.model_states.dense.oracle import assert_greedy
 
 TEXT = """The river rose in the night, and by morning the lower fields had gone. Nobody in the village was surprised: the old people had
 spoken of it since autumn, when the geese left early and the wells stood higher than the road. What surprised them was the silence. Water

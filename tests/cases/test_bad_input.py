@@ -165,6 +165,18 @@ def spoil_config(folder: Path) -> None:
     (folder / "config.json").write_text("{")
 
 
+def nest_config(folder: Path) -> None:
+    (folder / "config.json").write_text("[" * 100_000)
+
+
+def spoil_eos(folder: Path) -> None:
+    (folder / "generation_config.json").write_text('{"eos_token_id": "x"}')
+
+
+def number_shards(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"model.norm.weight": 1}}')
+
+
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
@@ -175,6 +187,9 @@ def spoil_config(folder: Path) -> None:
         (missing_tensor, "model.layers.1.self_attn.k_proj.weight"),
         (spoil_config, "config.json"),
         (remove_config, "config.json"),
+        (nest_config, "config.json"),
+        (spoil_eos, "eos_token_id"),
+        (number_shards, "weight_map"),
     ],
 )
 def test_damaged_checkpoints(copy: Path, damage: Callable[[Path], None], says: str) -> None:
