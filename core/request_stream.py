@@ -90,9 +90,9 @@ class RequestStream:
             return None
         row, count = np.array([0], np.int32), np.array([len(token_ids)], np.int32)
         outputs, stopped = self._outputs.process(Committed(row, np.array([token_ids], np.int32), count, []))
-        for _, keep, stop in stopped:
+        for _, keep, reason, stop in stopped:
             del request.output_token_ids[keep:]
-            request.finish_reason, request.stop_reason = "stop", stop
+            request.finish_reason, request.stop_reason = reason, stop
             return self._outputs.finish(request)
         return outputs[0] if outputs else None
 
