@@ -52,6 +52,7 @@ def test_wins_over_the_fallback(site: Path, tmp_path: Path) -> None:
     assert "winner: olmo2 of modelrunner-olmo2:olmo2" in done.stdout
 
 
+@pytest.mark.slow
 def test_passes_the_suite(site: Path) -> None:
     tests = str(SOURCE / "test_olmo2.py")
     done = run("pytest", "-c", os.devnull, "--rootdir", str(site.parent), "-p", "no:cacheprovider", "-q", tests, path=site)
