@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
+
+from engine_world import last, run, start, until
+
 from modelrunner import SamplingParams
 from modelrunner.testing import Driver, EngineProbe, P, assert_same, dense
 
@@ -34,3 +39,23 @@ def test_nothing_to_do_then_one_request() -> None:
     assert_same(subject, P(9, 1), PARAMS, driver.result("a"))
     assert driver.step() == []
     EngineProbe(driver).assert_clean()
+
+
+def test_an_idle_engine_process_does_not_spin() -> None:
+    """(c) with the engine in a process of its own: no request for 2 seconds and more, in under 200 turns a second, then one."""
+    subject = dense()
+    llm = start(depth=2)
+
+    async def go() -> None:
+        await until(lambda: llm.stats().turns > 0)
+        begun, turns = time.monotonic(), llm.stats().turns
+        await asyncio.sleep(2)
+        await until(lambda: llm.stats().turns > turns)
+        assert llm.stats().turns - turns < 200 * (time.monotonic() - begun)
+        assert llm.health()
+        assert_same(subject, P(9, 1), PARAMS, (await last(llm, P(9, 1), PARAMS)).outputs[0])
+
+    try:
+        run(go())
+    finally:
+        llm.close()

@@ -1,4 +1,4 @@
-"""B60: every process loads plugins, once. Here the parts with one process; those with workers wait."""
+"""B60: every process loads plugins, once. Here one process, and one with its engine process; workers and the server wait."""
 
 from __future__ import annotations
 
@@ -9,9 +9,14 @@ import threading
 from pathlib import Path
 
 import pytest
+from engine_world import start
 from plugin_site import PluginSite
 
+from modelrunner import AsyncLLM
+from modelrunner.async_llm import check_plugins
 from modelrunner.checkpoint import ModelCard
+from modelrunner.errors import PluginError
+from modelrunner.messages import Ready
 from modelrunner.plugin_manager import PluginManager
 
 CARD = ModelCard("m", Path("m"), "dummy", ("AcmeGoodForCausalLM",), "acme")
@@ -73,3 +78,26 @@ def test_importing_plugins_touches_no_device(log: Path, plugin_site: PluginSite)
     )
     shown = subprocess.run([sys.executable, "-P", "-c", code], check=True, capture_output=True, text=True).stdout
     assert shown.split() == ["True", "False"]
+
+
+def test_a_front_end_and_its_engine_process_load_once_each(log: Path) -> None:
+    """Also when asked for in a thread; both have the same plugins in the same order, as `AsyncLLM` checks."""
+    made: list[AsyncLLM] = []
+    thread = threading.Thread(target=lambda: made.append(start()))
+    thread.start()
+    thread.join()
+    [llm] = made
+    try:
+        assert "acme-good:good" in llm._link.wait_ready().plugins
+        lines = log.read_text().split()
+        assert sorted(lines) == sorted([str(os.getpid()), str(llm.pid)])
+    finally:
+        llm.close()
+
+
+def test_an_engine_process_with_other_plugins_is_refused(log: Path) -> None:
+    """The environment changes between the two: the engine process would load less than this one."""
+    here = PluginManager.load(environ={})
+    ready = Ready(1, 1, [info.name for info in here.describe() if info.state == "loaded" and info.name != "acme-good:good"], [])
+    with pytest.raises(PluginError, match=r"this process has loaded .*acme-good:good.*its engine process has loaded"):
+        check_plugins(here, ready)

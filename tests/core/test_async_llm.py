@@ -8,6 +8,7 @@ import shutil
 import threading
 import warnings
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +107,7 @@ def test_outputs_equal_those_of_llm(llm: AsyncLLM, plain: LLM, case: str, kind: 
     if kind == "final_only":
         assert len(got) == 1
     elif kind == "cumulative":
-        assert all(b.text.startswith(a.text) for a, b in zip(ends, ends[1:], strict=False))
+        assert all(b.text.startswith(a.text) for a, b in pairwise(ends))
 
 
 def test_default_parameters_are_the_checkpoints(llm: AsyncLLM, plain: LLM) -> None:
@@ -328,7 +329,9 @@ def test_text_that_cannot_be_made_ends_its_request_and_no_other(llm: AsyncLLM, m
 
 
 def test_settings_reach_the_engine_process_whole() -> None:
-    settings = load_settings({"max_model_len": 77, "cache": {"page_size": 8}, "enforce_eager": True, "pin": {"model_config": "x"}}, environ={})
+    settings = load_settings(
+        {"max_model_len": 77, "cache": {"page_size": 8}, "enforce_eager": True, "pin": {"model_config": "x"}}, environ={}
+    )
     again = load_settings(engine_arguments(settings), environ={"MODELRUNNER_CACHE__PAGE_SIZE": "4", "MODELRUNNER_MODEL__SEED": "9"})
     assert again == settings.model_copy(update={"model": settings.model.model_copy(update={"skip_tokenizer_init": True})})
 

@@ -29,9 +29,7 @@ def test_silence_while_idle_is_a_problem() -> None:
     clock.now += 10.0
     assert liveness.problem(0) is None
     clock.now += 0.1
-    assert liveness.problem(0) == (
-        "the idle engine process was silent in the last 10 seconds (setting process.stall_limit: 10 seconds)"
-    )
+    assert liveness.problem(0) == ("the idle engine process was silent in the last 10 seconds (setting process.stall_limit: 10 seconds)")
     liveness.hear(EngineStats())
     assert liveness.problem(0) is None
 

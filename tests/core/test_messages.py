@@ -67,7 +67,9 @@ def test_reports_come_through(message: Report) -> None:
         decode_command(encode(message))
 
 
-@pytest.mark.parametrize("array", [np.arange(6, dtype=np.float16).reshape(2, 3), np.zeros((0, 4), np.int64), np.eye(3)[::2, ::2].T], ids=str)
+@pytest.mark.parametrize(
+    "array", [np.arange(6, dtype=np.float16).reshape(2, 3), np.zeros((0, 4), np.int64), np.eye(3)[::2, ::2].T], ids=str
+)
 def test_arrays_come_through(array: np.ndarray[Any, Any]) -> None:
     report = decode_report(encode(Turn(EngineStats(), [1], [2], [3, 4], extra=[{"hidden": array}])))
     assert isinstance(report, Turn)
