@@ -38,12 +38,13 @@ def _oracle(model: str) -> Any:
 
 
 def margins(subject: Subject, prompt: Sequence[int], output: Sequence[int]) -> list[float]:
-    """Difference of the two best logits at each output position, by transformers on the same checkpoint."""
+    """Difference of the two best logits at each output position, by transformers on the same checkpoint, or `subject.logits`."""
     import torch
 
     with torch.inference_mode():
-        logits = _oracle(subject.model)(torch.tensor([[*prompt, *output]])).logits[0, len(prompt) - 1 : -1]
-    best = logits.topk(2).values
+        ids = [*prompt, *output]
+        logits = subject.logits(ids) if subject.logits is not None else _oracle(subject.model)(torch.tensor([ids])).logits[0]
+    best = logits[len(prompt) - 1 : -1].topk(2).values
     return [float(gap) for gap in best[:, 0] - best[:, 1]]
 
 

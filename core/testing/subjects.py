@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,8 @@ from modelrunner.testing.scripted import MODEL_NAME, Script, ScriptedPlugin
 from modelrunner.testing.tiny import ByteTokenizerPlugin, tiny_dense
 
 if TYPE_CHECKING:
+    import torch
+
     from modelrunner.engine import Engine
     from modelrunner.llm import LLM
     from modelrunner.text import Tokenizer
@@ -55,11 +57,15 @@ REFERENCE = {"depth": 1, "rows": 1, "pages": 128, "prefix": False, "chunked": Fa
 
 @dataclass(frozen=True)
 class Subject:
-    """A model and its plugins. `key` tells subjects apart in the cache of reference results."""
+    """A model and its plugins. `key` tells subjects apart in the cache of reference results.
+
+    logits: ids of one sequence -> [length, vocabulary], by somebody else; None: transformers can load the model, and says.
+    """
 
     model: str
     key: str
     plugins: Sequence[object] = field(default=(), compare=False, hash=False)
+    logits: Callable[[Sequence[int]], torch.Tensor] | None = field(default=None, compare=False, hash=False)
 
     def engine(self, **short: Any) -> Engine:
         """An engine on the model. short: see `options`. Tests make caches small on purpose: the warning that they are is left out."""

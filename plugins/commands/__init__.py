@@ -10,6 +10,6 @@ MODELRUNNER_API = ">=1,<2"
 
 @hookimpl
 def cli_commands() -> list[Command]:
-    from modelrunner.plugins.commands import explain, generate, plugins, settings
+    from modelrunner.plugins.commands import bench, explain, generate, new_plugin, plugins, settings
 
-    return [explain.command(), generate.command(), plugins.command(), settings.command()]
+    return [bench.command(), explain.command(), generate.command(), new_plugin.command(), plugins.command(), settings.command()]

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
+from hybrid import hybrid
+
 from modelrunner import SamplingParams
 from modelrunner.testing import Driver, EngineProbe, P, Subject, assert_same, dense, ref
 
@@ -27,8 +32,9 @@ def prompt(k: int) -> list[int]:
     return P(5 + k % 17, k)
 
 
-def test_row_reuse_leaks_nothing() -> None:
-    subject = dense()
+@pytest.mark.parametrize("model", [dense, hybrid])
+def test_row_reuse_leaks_nothing(model: Callable[[], Subject]) -> None:
+    subject = model()
     driver = Driver(subject.engine(rows=4, depth=2, device="deferred_cpu"))
     probe = EngineProbe(driver)
     probe.poison_freed_pages()

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
+from hybrid import hybrid
 
 from modelrunner import SamplingParams
-from modelrunner.testing import Driver, EngineProbe, P, assert_same, dense
+from modelrunner.testing import Driver, EngineProbe, P, Subject, assert_same, dense
 
 LOW = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
 HIGH = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 
 
+@pytest.mark.parametrize(("model", "pages"), [(dense, 16), (hybrid, 32)])  # each request holds two more of the latter's, for its state
 @pytest.mark.parametrize("times", [1, 2])
-def test_a_preempted_request_gives_up_its_row(times: int) -> None:
-    subject = dense()
-    driver = Driver(subject.engine(rows=4, pages=16, policy="priority", device="deferred_cpu"))
+def test_a_preempted_request_gives_up_its_row(times: int, model: Callable[[], Subject], pages: int) -> None:
+    subject = model()
+    driver = Driver(subject.engine(rows=4, pages=pages, policy="priority", device="deferred_cpu"))
     probe = EngineProbe(driver)
     probe.poison_freed_pages()
     low = [f"low{s}" for s in range(4)]

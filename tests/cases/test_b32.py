@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
+from hybrid import hybrid
+
 from modelrunner import SamplingParams
-from modelrunner.testing import Driver, EngineProbe, P, assert_same, dense
+from modelrunner.testing import Driver, EngineProbe, P, Subject, assert_same, dense
 
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPTS = [P(n, s) for s, n in enumerate([20, 31, 32, 33, 48, 64, 65, 90, 111, 120])]
 
 
-def test_cold_and_warm_runs_agree() -> None:
-    subject = dense()
-    driver = Driver(subject.engine(depth=2, pages=56, rows=8, device="deferred_cpu"))
+@pytest.mark.parametrize(("model", "pages"), [(dense, 56), (hybrid, 112)])  # the latter's pages are of two groups
+def test_cold_and_warm_runs_agree(model: Callable[[], Subject], pages: int) -> None:
+    subject = model()
+    driver = Driver(subject.engine(depth=2, pages=pages, rows=8, device="deferred_cpu"))
     probe = EngineProbe(driver)
     probe.poison_freed_pages()
 

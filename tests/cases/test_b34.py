@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
+from hybrid import hybrid
 
 from modelrunner import SamplingParams
-from modelrunner.testing import Driver, EngineProbe, P, assert_same, dense
+from modelrunner.testing import Driver, EngineProbe, P, Subject, assert_same, dense
 
 PARAMS = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 
 
+@pytest.mark.parametrize(("model", "pages"), [(dense, 10), (hybrid, 13)])  # of the latter, a state takes up to four in a step of 32
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("requests", [2, 6])
 @pytest.mark.parametrize("prefix", [False, True])
-def test_requests_that_cannot_all_fit_still_finish(requests: int, depth: int, prefix: bool) -> None:
-    subject = dense()
-    driver = Driver(subject.engine(depth=depth, pages=10, tokens=32, prefix=prefix, device="deferred_cpu", device_seed=depth))
+def test_requests_that_cannot_all_fit_still_finish(
+    requests: int, depth: int, prefix: bool, model: Callable[[], Subject], pages: int
+) -> None:
+    subject = model()
+    driver = Driver(subject.engine(depth=depth, pages=pages, tokens=32, prefix=prefix, device="deferred_cpu", device_seed=depth))
     probe = EngineProbe(driver)
     probe.poison_freed_pages()
     for s in range(1, requests + 1):

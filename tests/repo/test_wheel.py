@@ -16,7 +16,7 @@ import modelrunner
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = {"core": "modelrunner"} | {folder: f"modelrunner/{folder}" for folder in ("kernels", "model_states", "plugins")}
-EXPECTED = re.compile(r"modelrunner/.*\.(py|typed|html)$|modelrunner-[^/]*\.dist-info/")
+EXPECTED = re.compile(r"modelrunner/.*\.(py|typed|html|tmpl)$|modelrunner-[^/]*\.dist-info/")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
@@ -41,7 +41,8 @@ def missing_from(wheel: Path, tree: Path) -> list[str]:
     """Source files of `tree` that the wheel lacks."""
     sources = set()
     for folder, package in FOLDERS.items():
-        sources |= {f"{package}/{path.relative_to(tree / folder).as_posix()}" for path in (tree / folder).rglob("*.py")}
+        found = [*(tree / folder).rglob("*.py"), *(tree / folder).rglob("*.tmpl")]
+        sources |= {f"{package}/{path.relative_to(tree / folder).as_posix()}" for path in found}
     return sorted(sources - set(zipfile.ZipFile(wheel).namelist()))
 
 

@@ -1,0 +1,143 @@
+"""`modelrunner new-plugin`: what it writes installs in a new virtual environment, is found there, runs, and passes its own tests."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tomllib
+import venv
+from pathlib import Path
+
+import pytest
+
+from modelrunner import cli
+from modelrunner.plugins.commands.new_plugin import KINDS
+
+NAMES = {"model-state": "night-orchid", "observer": "tally"}
+
+
+def python(executable: Path | str, *arguments: str, cwd: Path) -> str:
+    """Output of a python process away from the checkout; its exit status must be 0."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHONPATH", "MODELRUNNER_"))}
+    done = subprocess.run(
+        [str(executable), *arguments], cwd=cwd, env=environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A new package of each kind, by kind."""
+    folder = tmp_path_factory.mktemp("new")
+    for kind, name in NAMES.items():
+        assert cli.main(["new-plugin", name, "--kind", kind, "--into", str(folder)]) == 0
+    return {kind: folder / f"modelrunner-{name}" for kind, name in NAMES.items()}
+
+
+@pytest.fixture(scope="module")
+def fresh(packages: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The python of a new virtual environment that sees this one's packages, with the new packages installed into it by pip."""
+    folder = tmp_path_factory.mktemp("environment")
+    venv.create(folder, with_pip=False)
+    (site,) = folder.glob("lib/python*/site-packages")
+    (site / "outer.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n")
+    executable = folder / "bin" / "python"
+    pip = ("-m", "pip", "--python", str(executable), "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index")
+    python(sys.executable, *pip, *map(str, packages.values()), cwd=folder)
+    assert {path.name for path in site.glob("modelrunner_*.dist-info")} == {
+        "modelrunner_night_orchid-0.1.0.dist-info",
+        "modelrunner_tally-0.1.0.dist-info",
+    }
+    return executable
+
+
+def test_every_kind_is_tried() -> None:
+    assert set(NAMES) == set(KINDS)
+
+
+def test_installed_and_listed(fresh: Path, tmp_path: Path) -> None:
+    listed = json.loads(python(fresh, "-P", "-m", "modelrunner.cli", "plugins", "--json", cwd=tmp_path))
+    found = {info["entry_point"]: info for info in listed if not info["name"].startswith("modelrunner:")}
+    assert {name: (info["state"], info["error"]) for name, info in found.items()} == {
+        "night-orchid": ("loaded", ""),
+        "tally": ("loaded", ""),
+    }
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_passes_its_own_tests(fresh: Path, packages: dict[str, Path], kind: str) -> None:
+    """Warnings are errors, as a careful author would have it."""
+    out = python(fresh, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "error:::modelrunner_", cwd=packages[kind])
+    assert " passed" in out
+    assert "failed" not in out
+
+
+def test_the_model_wins_and_runs(fresh: Path, tmp_path: Path) -> None:
+    """Chosen for a checkpoint by its architecture, and run there with random weights; the observer speaks when it is asked to."""
+    sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = {"architectures": ["NightOrchidForCausalLM"], "max_position_embeddings": 64, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    run = "; ".join(
+        [
+            "from modelrunner import LLM, SamplingParams",
+            "llm = LLM('.', load_format='dummy', skip_tokenizer_init=True, cache={'num_pages': 32}, plugin={'tally': {'interval': 60}})",
+            "(out,) = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=5, temperature=0, ignore_eos=True))",
+            "print(len(out.outputs[0].token_ids), type(llm.engine.assembly.state).__name__)",
+            "llm.close()",
+        ]
+    )
+    out = python(fresh, "-P", "-c", run, cwd=tmp_path)
+    assert "5 NightOrchidState" in out
+    assert "tally: " in out
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_the_code_is_clean(packages: dict[str, Path], kind: str) -> None:
+    ruff = shutil.which("ruff", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if ruff is None:
+        pytest.skip("ruff is not installed")
+    for arguments in (["check", "--select", "E,F,W,I,B,UP,SIM,RUF"], ["format", "--check"]):
+        python(ruff, *arguments, "--no-cache", ".", cwd=packages[kind])
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_no_placeholder_is_left(packages: dict[str, Path], kind: str) -> None:
+    files = [path for path in packages[kind].rglob("*") if path.is_file()]
+    assert {"pyproject.toml", "README.md"} < {path.name for path in files}
+    assert [path for path in files if "$" in path.read_text() or "PACKAGE" in str(path)] == []
+    project = tomllib.loads((packages[kind] / "pyproject.toml").read_text())["project"]
+    assert project["name"] == packages[kind].name
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("Orchid", "NAME is 'Orchid'; accepted: lower-case letters"),
+        ("or_chid", "accepted: lower-case letters"),
+        ("1orchid", "accepted: lower-case letters"),
+        ("dense", "NAME is 'dense', which is already a plugin of modelrunner"),
+    ],
+)
+def test_a_name_that_cannot_be_is_refused(name: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["new-plugin", name, "--kind", "observer", "--into", str(tmp_path)]) == 2
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mine = tmp_path / "modelrunner-orchid"
+    mine.mkdir()
+    (mine / "mine.txt").write_text("mine")
+    assert cli.main(["new-plugin", "orchid", "--kind", "model-state", "--into", str(tmp_path)]) == 2
+    assert f"{mine} exists already; nothing was written" in capsys.readouterr().err
+    assert [path.name for path in mine.iterdir()] == ["mine.txt"]
+
+
+def test_an_unknown_kind_is_told_the_kinds(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["new-plugin", "orchid", "--kind", "engine"]) == 2
+    assert "model-state" in capsys.readouterr().err
