@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -13,6 +13,8 @@ from modelrunner.model_state import CacheGroup, FullAttention
 if TYPE_CHECKING:
     from modelrunner.batch import Batch
     from modelrunner.ops import Ops
+
+V = TypeVar("V")
 
 
 @dataclass(frozen=True)
@@ -103,4 +105,16 @@ class BoundAttention:
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int) -> torch.Tensor:
         """Attention of the model's layer `layer`; shapes as in `AttentionBackend.attend`. Raises KeyError for a layer of another group."""
-        return self.backend.attend(q, k, v, self.layer_index[layer], self._step)
+        try:
+            index = self.layer_index[layer]
+        except KeyError:
+            group = self.backend.group.name
+            raise KeyError(f"layer {layer} is not in cache group {group!r}, which has the layers {list(self.layer_index)}") from None
+        return self.backend.attend(q, k, v, index, self._step)
+
+
+class ByGroup(dict[str, V]):
+    """Something for each cache group, by name. A name that was not declared raises a KeyError that lists those that were."""
+
+    def __missing__(self, name: str) -> V:
+        raise KeyError(f"no cache group is called {name!r}; `declare` named {', '.join(map(repr, self)) or 'none'}")
