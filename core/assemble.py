@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -22,6 +22,7 @@ from modelrunner.model_state import BuildContext, ModelState, Needs, No, Yes, re
 from modelrunner.observers import Observer
 from modelrunner.ops import Ops, Registry
 from modelrunner.page_pool import GroupLayout, page_layout
+from modelrunner.plugin_choice import pin_of
 from modelrunner.plugin_contract import flatten
 from modelrunner.plugin_manager import PluginManager
 from modelrunner.request_table import RUN_OVERHEAD, Column, RequestTable
@@ -32,8 +33,9 @@ from modelrunner.step_buffers import Buckets
 from modelrunner.tap_set import StateOutputs, TapSet
 from modelrunner.taps import ModelInfo, Tap
 from modelrunner.text import Tokenizer
-from modelrunner.weights import load_weights
+from modelrunner.weights import WeightMap, load_weights
 
+T = TypeVar("T")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DEFAULT_DTYPE = {"cpu": "float32"}  # others: bfloat16
 
@@ -46,16 +48,12 @@ class Chooser:
         self.settings = settings
         self.chosen: dict[str, str] = {}
 
-    def __call__(self, hook: str, *, pin: str | None = None, **arguments: Any) -> Any:
-        """Load the best offer of `hook`. pin: a name that another setting asks for; `pin.<hook>` comes first."""
-        choice = self.manager.choose(hook, pin=self.settings.pin.of(hook) or pin, **arguments)
+    def __call__(self, hook: str, *, setting: str = "", **arguments: Any) -> Any:
+        """Load the best offer of `hook`. setting: one that may name an offer too, e.g. `device.name`; `pin.<hook>` comes first."""
+        pin, pinned_by = pin_of(self.settings, hook, setting)
+        choice = self.manager.choose(hook, pin=pin, pinned_by=pinned_by, **arguments)
         self.chosen[hook] = f"{choice.offer.name} ({choice.plugin})"
         return choice.load()
-
-
-def unless_auto(name: str) -> str | None:
-    """A setting's value as a pin: none for `auto`."""
-    return None if name == "auto" else name
 
 
 def settle(arguments: Mapping[str, Any], manager: PluginManager) -> RunnerSettings:
@@ -67,7 +65,7 @@ def open_checkpoint(choose: Chooser) -> tuple[CheckpointReader, ModelCard]:
     """Find the model's files, read its card, and settle its configuration."""
     model = choose.settings.model
     path = choose("model_source", name=model.name, settings=choose.settings)
-    reader: CheckpointReader = choose("checkpoint_readers", pin=unless_auto(model.load_format), path=path)(path, model.name)
+    reader: CheckpointReader = choose("checkpoint_readers", setting="model.load_format", path=path)(path, model.name)
     card = reader.card()
     config = choose("model_config", card=card)
     return reader, card.with_config(config)
@@ -102,7 +100,7 @@ def assemble(arguments: Mapping[str, Any], plugins: Sequence[object] = ()) -> As
     choose = Chooser(manager, settings)
     reader, card = open_checkpoint(choose)
     tokenizer = None if settings.model.skip_tokenizer_init else choose("tokenizer", card=card, settings=settings)
-    device: Device = choose("device", pin=unless_auto(settings.device.name), settings=settings)(settings)
+    device: Device = choose("device", setting="device.name", settings=settings)(settings)
     ops = resolve_ops(manager, device)
     dtype = model_dtype(settings, device)
     state_type: type[ModelState] = choose("model_state", card=card, settings=settings)
@@ -185,9 +183,21 @@ def model_dtype(settings: RunnerSettings, device: Device) -> torch.dtype:
     return DTYPES[DEFAULT_DTYPE.get(device.type, "bfloat16") if name == "auto" else name]
 
 
+def declared(state: ModelState, card: ModelCard, settings: RunnerSettings) -> Needs:
+    """What the state declares. Raises TypeError when that is no Needs."""
+    return expect(Needs, state.declare(card, settings), state, "declare")
+
+
+def expect(kind: type[T], value: object, state: ModelState, method: str) -> T:
+    """`value` if it is what the method must return. Raises TypeError that names the method."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{type(state).__name__}.{method} returned {value!r} ({type(value).__name__}); a {kind.__qualname__} is needed")
+    return value
+
+
 def checked_needs(state: ModelState, card: ModelCard, settings: RunnerSettings) -> Needs:
     """What the state declares; refuses features that it cannot do and lengths that it cannot hold."""
-    needs = state.declare(card, settings)
+    needs = declared(state, card, settings)
     if seated := [column.name for column in needs.columns if column.seats is not None]:
         raise ValueError(f"columns {seated} are seated; only sampler stages have seats to give, a model state declares plain columns")
     refused = {feature: answer.reason for feature in required_features(settings) if isinstance(answer := state.supports(feature), No)}
@@ -207,11 +217,11 @@ def build_module(
 ) -> None:
     """Build the state's module with the chosen linear scheme and fill it from the checkpoint."""
     settings = choose.settings
-    scheme_type = choose("linear_scheme", pin=unless_auto(settings.linear.scheme), card=card, device=device, settings=settings)
+    scheme_type = choose("linear_scheme", setting="linear.scheme", card=card, device=device, settings=settings)
     linear = LinearFactory(scheme_type(ops, dtype, device.torch_device))
     context = BuildContext(settings=settings, card=card, ops=ops, linear=linear, dtype=dtype, device=device.torch_device)
-    state.module = state.build(context).eval()
-    load_weights(state.module, state.weight_map(card), reader, seed=settings.model.seed)
+    state.module = expect(torch.nn.Module, state.build(context), state, "build").eval()
+    load_weights(state.module, expect(WeightMap, state.weight_map(card), state, "weight_map"), reader, seed=settings.model.seed)
 
 
 def collect_objects(manager: PluginManager, hook: str, **arguments: Any) -> list[tuple[str, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -14,6 +14,8 @@ from modelrunner.model_state import CacheGroup, FullAttention
 if TYPE_CHECKING:
     from modelrunner.batch import Batch
     from modelrunner.ops import Ops
+
+V = TypeVar("V")
 
 
 @dataclass(frozen=True)
@@ -126,10 +128,21 @@ class BoundAttention:
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, sinks: torch.Tensor | None = None) -> torch.Tensor:
         """Attention of the model's layer `layer`; shapes as in `AttentionBackend.attend`. Raises KeyError for a layer of another group,
         ValueError when the group declares sinks and none are given, or the other way round."""
-        place, group = self.layer_index[layer], self.backend.group
+        group = self.backend.group
+        try:
+            place = self.layer_index[layer]
+        except KeyError:
+            raise KeyError(f"layer {layer} is not in cache group {group.name!r}, which has the layers {list(self.layer_index)}") from None
         if sinks is None and not getattr(group, "sinks", False):
             return self.backend.attend(q, k, v, place, self._step)
         if sinks is None or not group.sinks:
             declared, given = ("no sinks", "some") if sinks is not None else ("sinks", "none")
             raise ValueError(f"cache group {group.name!r} declares {declared}, but layer {layer} gives {given}; see FullAttention.sinks")
         return self.backend.attend(q, k, v, place, self._step, sinks)
+
+
+class ByGroup(dict[str, V]):
+    """Something for each cache group, by name. A name that was not declared raises a KeyError that lists those that were."""
+
+    def __missing__(self, name: str) -> V:
+        raise KeyError(f"no cache group is called {name!r}; `declare` named {', '.join(map(repr, self)) or 'none'}")

@@ -138,7 +138,8 @@ class Batch:
     query_len [N] int32: its live query tokens.  computed [N] int32: tokens in the cache before the step.
     seq_len [N] int32: computed + query_len, 0 for a dead row.  num_accepted [N] int32: tokens of the row's last step that count.
     samples [N] bool: the row reaches its last known token and so samples.  sample_index [N] int64: that token's place in [0, T).
-    input_ids [T] int64.  positions [T] int64.  token_row [T] int64: place in [0, N) of the token's row.  token_valid [T] bool.
+    input_ids [T] int64, 0 for an invalid token.  positions [T] int64: index in the request, 0 for an invalid token.
+    token_row [T] int64: place in [0, N) of the token's row.  token_valid [T] bool.
     slots: group -> [T] int64 token position in the group's cache, -1 to skip.  block_tables: group -> [N, pages] int32, 0 = null page.
     columns: the request table's columns by name.  buffers: the ModelState's static buffers.
     """

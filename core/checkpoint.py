@@ -43,8 +43,8 @@ class ModelCard:
     format: str
     architectures: tuple[str, ...]
     model_type: str
-    config: Mapping[str, Any] = field(default_factory=dict)
-    metadata: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict, repr=False)  # long, and metadata holds the vocabulary: print them by name
+    metadata: Mapping[str, Any] = field(default_factory=dict, repr=False)
     quantization: Mapping[str, Any] | None = None
     generation: Mapping[str, Any] = field(default_factory=dict)
 

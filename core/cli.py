@@ -18,7 +18,7 @@ from difflib import get_close_matches
 from typing import Any
 
 import modelrunner
-from modelrunner.errors import ModelRunnerError, PluginError, PluginWarning, SettingsError
+from modelrunner.errors import ModelRunnerError, ModelRunnerWarning, PluginError, SettingsError
 from modelrunner.plugin_manager import PluginManager
 
 EXIT_ERROR = 2
@@ -94,10 +94,11 @@ def _run(head: argparse.Namespace, rest: list[str]) -> int:
         raise PluginError(_unknown_command(rest[0], commands, manager))
     command = commands.get(rest[0])
     given: list[str] = []
+    own = _options(parsers[command.name]) if command is not None else set()
     if command is not None and command.takes_settings:
-        rest, given = split_settings(rest, own=_options(parsers[command.name]))
+        rest, given = split_settings(rest, own)
     args = parser.parse_args(rest)
-    args.plugins, args.settings = head.plugins, settings_arguments(given)
+    args.plugins, args.settings = head.plugins, settings_arguments(given, own)
     return commands[args.command].run(args, manager)
 
 
@@ -167,12 +168,12 @@ def split_settings(tokens: Sequence[str], own: Collection[str]) -> tuple[list[st
     return mine, settings
 
 
-def settings_arguments(tokens: Sequence[str]) -> dict[str, Any]:
+def settings_arguments(tokens: Sequence[str], own: Collection[str] = ()) -> dict[str, Any]:
     """Settings as `load_settings` takes them: {"section.name" or alias: text, or True for a switch}.
 
     Dashes in names count as underscores, `--no-NAME` is a switch turned off. Values stay text: `load_settings` reads them by the setting's
-    type, so that a model may be called 7. Raises SettingsError for an unknown flat name, with near ones, and for a name given twice;
-    dotted names are checked by `load_settings`, which knows the plugins' sections.
+    type, so that a model may be called 7. Raises SettingsError for an unknown flat name, with near ones (also of `own`, the command's
+    options), and for a name given twice; dotted names are checked by `load_settings`, which knows the plugins' sections.
     """
     from modelrunner.settings import ALIASES
 
@@ -184,7 +185,7 @@ def settings_arguments(tokens: Sequence[str]) -> dict[str, Any]:
         if value is None and name != positive and ("." in positive or positive in known):
             name, value = positive, "false"
         if not option.startswith("--") or not ("." in name or name in known or (value or "").lstrip().startswith("{")):
-            raise _unknown_option(option, known)
+            raise _unknown_option(option, known, own)
         if name in settings:
             raise SettingsError(f"{option} is given twice; keep one")
         settings[name] = True if value is None else value
@@ -208,20 +209,20 @@ def _looks_like_option(token: str) -> bool:
     return token.startswith("-") and token != "-" and not (token[1].isdigit() or token[1] == ".")
 
 
-def _unknown_option(option: str, known: Collection[str]) -> SettingsError:
+def _unknown_option(option: str, known: Collection[str], own: Collection[str]) -> SettingsError:
     flags = {f"--{name.replace('_', '-')}" for name in known}
-    near = get_close_matches(option, flags, n=3)
+    near = get_close_matches(option, {*flags, *own}, n=3)
     hint = f"near names are {', '.join(near)}" if near else f"flat names are {', '.join(sorted(flags))}"
     return SettingsError(f"unknown option {option!r}: neither an option of this command nor a setting (--section.name VALUE); {hint}")
 
 
 @contextmanager
 def _plain_warnings() -> Iterator[None]:
-    """Show a PluginWarning as one line for users, without the source line that raised it."""
+    """Show a warning for users as one line, without the source line that raised it."""
     shown = warnings.showwarning
 
     def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
-        if issubclass(category, PluginWarning):
+        if issubclass(category, ModelRunnerWarning):
             print(f"modelrunner: warning: {message}", file=sys.stderr)
         else:
             shown(message, category, *where, **more)

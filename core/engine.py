@@ -26,7 +26,7 @@ from modelrunner.assemble import Assembly, assemble
 from modelrunner.batch import Drain, Plan, Ticket
 from modelrunner.caches import free_arena, restore_arena
 from modelrunner.checkpoint import ModelCard
-from modelrunner.errors import EngineError, PluginWarning, RequestError
+from modelrunner.errors import CapacityWarning, EngineError, PluginWarning, RequestError, warn_caller
 from modelrunner.outputs import OutputProcessor
 from modelrunner.page_pool import PagePool
 from modelrunner.request import Prompt, Request, RequestOutput, SamplingParams, make_request, merged_eos
@@ -58,6 +58,7 @@ class Engine:
         self.tickets: deque[Ticket] = deque()
         self.requests: dict[str, Request] = {}
         self.failure: BaseException | None = None
+        self.closed = False
         self._ended: list[Request] = []  # finished by the host since the last step
         self._ready: list[RequestOutput] = []  # collected between steps, or in a step that raised afterwards
         self._num_updates = 0
@@ -87,10 +88,10 @@ class Engine:
     def _warn_of_small_cache(self) -> None:
         holds, wanted = self.scheduler.max_tokens, self.assembly.resolved.max_model_len
         if holds < wanted:
-            warnings.warn(
+            warn_caller(
                 f"the cache of {self.assembly.resolved.num_pages} pages holds {holds} tokens of one request, less than max_model_len "
                 f"({wanted}); longer requests are refused. Enlarge the cache, or set max_model_len={holds}",
-                stacklevel=3,
+                CapacityWarning,
             )
 
     def _admit(self, row: int, request: Request, resumed: bool) -> Mapping[str, Any]:
@@ -268,6 +269,8 @@ class Engine:
             self.watch.request_finished(request)
 
     def _check_alive(self) -> None:
+        if self.closed:
+            raise EngineError("the engine was closed and takes no more work; make a new one") from self.failure
         if self.failure is not None:
             raise EngineError(f"the engine stopped because a step failed: {self.failure!r}") from self.failure
 
@@ -356,6 +359,6 @@ class Engine:
 
     def close(self) -> None:
         """Wait for the device. The engine takes no more work."""
+        self.closed = True
         self.assembly.device.synchronize()
-        self.failure = self.failure or EngineError("the engine was closed")
         self.watch.close()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
+
 
 class ModelRunnerError(Exception):
     """Base of all errors that modelrunner raises on purpose."""
@@ -31,5 +34,21 @@ class CapacityError(ModelRunnerError):
     """Memory or table sizes that cannot hold what was asked for."""
 
 
-class PluginWarning(UserWarning):
+class ModelRunnerWarning(UserWarning):
+    """Base of the warnings for users. The command line shows them as one line."""
+
+
+class PluginWarning(ModelRunnerWarning):
     """A plugin that is left out, or a plugin name that nothing answers to; the engine goes on without it."""
+
+
+class CapacityWarning(ModelRunnerWarning):
+    """A size that fits, but less than was asked for or than the model could do."""
+
+
+def warn_caller(message: str, category: type[Warning]) -> None:
+    """Warn at the line outside this package that led here."""
+    frame, level = sys._getframe(), 1
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] == __name__.partition(".")[0]:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)

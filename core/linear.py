@@ -98,12 +98,17 @@ class Linear(nn.Module):
 
 
 class LinearFactory:
-    """`ctx.linear(in_features, out_features_or_parts, bias=False, tied=None)` -> Linear of the chosen scheme."""
+    """Makes the layers of one model: `ctx.linear(in_features, out, bias=False, tied=None)` -> Linear of the chosen scheme."""
 
     def __init__(self, scheme: LinearScheme) -> None:
         self.scheme = scheme
 
     def __call__(self, in_features: int, out: int | Sequence[int], *, bias: bool = False, tied: nn.Parameter | None = None) -> Linear:
+        """A new layer, empty until its weights are loaded.
+
+        out: output features, or those of each part of a fused layer, e.g. (q, k, v): a `Target`'s `part` counts them, the output holds
+        them side by side. bias: add one, zero until loaded. tied: parameter [out_features, in_features] with the same values, see `Linear`.
+        """
         return Linear(in_features, (out,) if isinstance(out, int) else out, bias=bias, scheme=self.scheme, tied=tied)
 
 

@@ -251,6 +251,7 @@ class ModelState(ABC):
     module: nn.Module
 
     def __init__(self, card: ModelCard, settings: RunnerSettings) -> None:
+        """Stores both as `self.card` and `self.settings`, and does nothing else; an override calls it first."""
         self.card = card
         self.settings = settings
 
@@ -258,7 +259,11 @@ class ModelState(ABC):
 
     @abstractmethod
     def declare(self, card: ModelCard, settings: RunnerSettings) -> Needs:
-        """H R. State what the core must allocate. Raises ValueError for a configuration that the family cannot run."""
+        """H R. State what the core must allocate.
+
+        Raises ValueError for a configuration that the family cannot run; the start-up ends with it. Where the hook `model_state` can see
+        that already, a `Decline` there is better: another plugin may then run the model, and `modelrunner explain` shows the reason.
+        """
 
     def supports(self, feature: str) -> Yes | No:
         """H. Answer for a feature: `prefix_cache`, `chunked_prefill`, `speculation`, `prompt_logprobs`, `graphs`, `taps`.
@@ -273,7 +278,13 @@ class ModelState(ABC):
 
     @abstractmethod
     def build(self, ctx: BuildContext) -> nn.Module:
-        """H R. Create the module with empty parameters on `ctx.device`."""
+        """H R. Create the module with empty parameters on `ctx.device`, of `ctx.dtype`.
+
+        `ctx.linear` makes layers that follow the chosen linear scheme; plain `torch.nn` layers may be used too, made with
+        `device=ctx.device, dtype=ctx.dtype`, and their parameters are filled by targets of kind `parameter`.
+        A head tied to the embedding: `ctx.linear(hidden_size, vocab_size, tied=self.embedding.weight)`, with both the embedding's
+        parameter and the head as targets of the embedding's checkpoint name in the weight map.
+        """
 
     def fill_dummy(self, batch: Batch) -> None:
         """H. Write harmless inputs into the state's own buffers, before warm-up and capture."""

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from typing import Any, Generic, TypeVar
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from modelrunner.errors import ModelRunnerError, PluginError
 from modelrunner.offers import RANK, Decline, Offer
 from modelrunner.plugin_contract import component_problem
 from modelrunner.plugin_records import Candidate, PluginFailure, describe_error
+
+if TYPE_CHECKING:
+    from modelrunner.settings import RunnerSettings
 
 T = TypeVar("T")
 
@@ -66,6 +70,7 @@ class Choice(Generic[T]):
 class Question:
     """What is asked for, and everything that was heard.
 
+    pin: name that the setting `pinned_by` asks for (empty: `pin.<hook>`).
     failures: plugins that could not be loaded. unused: plugins that are installed and disabled, with the reason. installed: loaded plugins.
     """
 
@@ -77,6 +82,7 @@ class Question:
     unused: Mapping[str, str] = field(default_factory=dict)
     installed: tuple[str, ...] = ()
     wanted: tuple[str, ...] = ()
+    pinned_by: str = ""
 
     @property
     def broken(self) -> tuple[PluginFailure, ...]:
@@ -86,6 +92,15 @@ class Question:
     @property
     def offers(self) -> list[tuple[Asked, Offer[Any]]]:
         return [(asked, answer) for asked in self.answers for answer in asked.answers if isinstance(answer, Offer)]
+
+
+def pin_of(settings: RunnerSettings, hook: str, setting: str = "") -> tuple[str | None, str]:
+    """The name that the settings ask for, and the setting that does: `pin.<hook>`, else `setting` (a dotted name) unless it is `auto`."""
+    pinned = settings.pin.of(hook)
+    if pinned is not None:
+        return pinned, f"pin.{hook}"
+    value = attrgetter(setting)(settings) if setting else "auto"
+    return (None, "") if value == "auto" else (value, setting)
 
 
 def choose(question: Question) -> Choice[Any]:
@@ -111,7 +126,8 @@ def choose(question: Question) -> Choice[Any]:
 def _pin_unknown(question: Question) -> str:
     names = sorted({offer.name for _, offer in question.offers})
     offered = ", ".join(names) or "nothing"
-    lines = [f"pin.{question.hook} = {question.pin!r}, but no plugin offers that for {question.subject}. Offered: {offered}."]
+    setting = question.pinned_by or f"pin.{question.hook}"
+    lines = [f"{setting} = {question.pin!r}, but no plugin offers that for {question.subject}. Offered: {offered}."]
     near = get_close_matches(question.pin or "", names, n=1)
     if near:
         lines.append(f"Did you mean {near[0]!r}?")

@@ -161,25 +161,27 @@ class PluginManager:
         self._keep(a.failure for a in asked if a.failure is not None)
         return tuple(asked)
 
-    def choose(self, hook: str, *, pin: str | None = None, **arguments: Any) -> Choice[Any]:
-        """The best offer for `hook`, or the one that `pin` names (an offer's name, or a plugin's).
+    def choose(self, hook: str, *, pin: str | None = None, pinned_by: str = "", **arguments: Any) -> Choice[Any]:
+        """The best offer for `hook`, or the one that `pin` names (an offer's name, or a plugin's). pinned_by: the setting it comes from.
 
         Warns of plugins that failed, once per process. Raises PluginError when nothing fits, offers tie, or only a fallback is left
         while a plugin is broken.
         """
         answers = self.ask(hook, **arguments)
-        choice = plugin_choice.choose(self.question(hook, pin, answers, arguments))
+        choice = plugin_choice.choose(self.question(hook, pin, answers, arguments, pinned_by))
         self._raise_if_strict([str(a.failure) for a in answers if a.failure is not None])
         self.warn_failures()
         self._chosen.add(choice.plugin)
         return choice
 
-    def question(self, hook: str, pin: str | None, answers: tuple[Asked, ...], arguments: Mapping[str, Any]) -> Question:
+    def question(
+        self, hook: str, pin: str | None, answers: tuple[Asked, ...], arguments: Mapping[str, Any], pinned_by: str = ""
+    ) -> Question:
         """The question put to `plugin_choice.choose`, with all that its error messages need."""
         subject, wanted = plugin_choice.describe_subject(hook, arguments)
         unused = {name: reason for name, (candidate, reason) in self._unused.items() if not candidate.shadowed_by}
         installed = tuple(f"{c.name} {c.version}" for c, _, _ in self._plugins.values())
-        return Question(hook, subject, pin, answers, tuple(self._failures), unused, installed, wanted)
+        return Question(hook, subject, pin, answers, tuple(self._failures), unused, installed, wanted, pinned_by)
 
     def collect(self, hook: str, **arguments: Any) -> list[tuple[str, Any]]:
         """(plugin name, answer) of every plugin that answers `hook` with something. A failing plugin is left out and kept in `failures`."""

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from modelrunner.attention import AttentionBackend, BoundAttention, attention_meta
+from modelrunner.attention import AttentionBackend, AttentionMeta, BoundAttention, ByGroup, attention_meta
 from modelrunner.batch import Batch, Feature, Outcome, Plan, Record, Ticket, record_words
 from modelrunner.device import Device, Event, PinnedBuffer
 from modelrunner.errors import EngineError, PluginError
@@ -95,6 +95,8 @@ class Runner:
         self.events: list[Event | None] = [None] * entries
         self.extra_events: list[Event | None] = [None] * entries
         self.launched = 0
+        self.warming_up = False
+        self.caches = ByGroup(parts.caches)
         self.layer_index = {g.group.name: {layer: i for i, layer in enumerate(g.group.layers)} for g in parts.layouts}
 
     def warm_up(self) -> None:
@@ -115,10 +117,12 @@ class Runner:
             table_pages=(1,) * len(self.parts.layouts),
         )
         self.state.fill_dummy(self.buffers.batch(plan, self.buckets.shape(plan), self.parts.table.columns))
+        self.warming_up = True
         for features in (Feature.GREEDY, Feature.PLAIN, Feature.PLAIN | Feature.FILTERED):
             records = self.collect(self.launch(replace(plan, features=features | self.parts.taps.all_features))).records
             if records[0, Record.ROW] != self.scratch_row:
                 raise PluginError(f"the step's record names row {records[0, Record.ROW]}, not {self.scratch_row} (operation write_record)")
+        self.warming_up = False
 
     def launch(self, plan: Plan) -> Ticket:
         """Enqueue the step; never waits. An entry is free because at most `depth` tickets are open.
@@ -130,12 +134,10 @@ class Runner:
         shape = self.buckets.shape(plan)
         words = self.packer.pack(plan, shape, self.scratch_row, _int32(self.plans[entry]))
         batch = self.buffers.batch(plan, shape, self.parts.table.columns)
-        attention = {
-            name: BoundAttention(
-                backend, self.layer_index[name], self.state.attention_metadata(backend.group, batch, attention_meta(backend.group, batch))
-            )
+        attention = ByGroup(
+            (name, BoundAttention(backend, self.layer_index[name], self._metadata(backend, batch)))
             for name, backend in self.parts.backends.items()
-        }
+        )
         taps = self.parts.taps.active(plan.features)
         try:
             self.device.launch(lambda: self._step(plan, batch, attention, taps, self.plans[entry], words))
@@ -150,6 +152,9 @@ class Runner:
         except BaseException as error:
             raise EngineError(f"step {plan.step} runs, but its results cannot be fetched: {error}") from error
         return Ticket(plan, entry)
+
+    def _metadata(self, backend: AttentionBackend, batch: Batch) -> AttentionMeta:
+        return self.state.attention_metadata(backend.group, batch, attention_meta(backend.group, batch))
 
     def collect(self, ticket: Ticket) -> Outcome:
         """Wait for the copy of this step's records, take them, and free the step's buffers."""
@@ -242,14 +247,19 @@ class Runner:
             bound.begin()
         state.embed(batch, hidden)
         positions = state.positions(batch, batch.positions)
-        hidden = state.forward(hidden, positions, attention, self.parts.caches, tap)
+        hidden = state.forward(hidden, positions, attention, self.caches, tap)
+        if self.warming_up:
+            self._require("forward", hidden, batch.num_tokens, self.parts.needs.hidden_size)
         return hidden.index_select(0, batch.sample_index)
 
     def _tail(self, batch: Batch, hidden: torch.Tensor) -> None:
         """Head, sampling, state update and record."""
         columns = self.parts.table.columns
         rows, generations, _, _ = self.buffers.row_inputs(batch.num_rows)
-        tokens, num_tokens, ok = self.parts.sampler.sample(self.state.logits(hidden), batch)
+        logits = self.state.logits(hidden)
+        if self.warming_up:
+            self._require("logits", logits, batch.num_rows, self.parts.needs.vocab_size)
+        tokens, num_tokens, ok = self.parts.sampler.sample(logits, batch)
         finish = self.ops.update_state(
             rows,
             batch.query_len,
@@ -267,6 +277,12 @@ class Runner:
             columns["stop_ids.seats"],
         )
         self.ops.write_record(self.ring, self.counter, rows, generations, num_tokens, finish, tokens)
+
+    def _require(self, method: str, value: object, *shape: int) -> None:
+        """Check what the model state returned; for the warm-up, whose shapes stand for all others."""
+        if not isinstance(value, torch.Tensor) or tuple(value.shape) != shape:
+            got = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else f"{value!r} ({type(value).__name__})"
+            raise TypeError(f"{type(self.state).__name__}.{method} returned {got}; a tensor of shape {list(shape)} is needed")
 
 
 def no_tap(name: str, hidden: torch.Tensor) -> torch.Tensor:

@@ -207,17 +207,17 @@ def _options(annotation: Any) -> tuple[Any, ...]:
 
 
 def parse_text(annotation: Any, value: Any) -> Any:
-    """Text for a field that takes no text, as environment and command line give it: `none`, JSON, or values separated by commas.
+    """Text as environment and command line give it: `none` where a field may be none; JSON, or values separated by commas, for lists.
 
     Numbers and truth values are left for pydantic, which reads them from text itself.
     """
     if not isinstance(value, str):
         return value
     options = _options(annotation)
-    if str in options:
-        return value
     if type(None) in options and value.strip().lower() in ("none", "null"):
         return None
+    if str in options:
+        return value
     if any(get_origin(option) in (tuple, list, set, frozenset, dict) for option in options):
         if value.lstrip()[:1] in ("[", "{"):
             try:

@@ -41,14 +41,20 @@ class Target:
 
 @dataclass(frozen=True)
 class WeightMap:
-    """names: checkpoint name -> targets (several for tied weights). optional: names that may be absent.
+    """names: checkpoint name -> targets, a tuple (several for tied weights). optional: names that may be absent.
 
-    ignored: names that may be present and are not used (prefixes end in `*`).
+    ignored: names that may be present and are not used, e.g. buffers that the module computes itself. An entry that ends in `*` stands
+    for all names that begin so, e.g. `vision_tower.*`; a `*` elsewhere has no meaning. Any other name that `names` lacks is an error.
     """
 
     names: Mapping[str, tuple[Target, ...]]
     ignored: tuple[str, ...] = ()
     optional: frozenset[str] = field(default_factory=frozenset)
+
+    def __post_init__(self) -> None:
+        for name, targets in self.names.items():
+            if not isinstance(targets, (tuple, list)) or not all(isinstance(target, Target) for target in targets):
+                raise TypeError(f"weight map, {name!r}: got {targets!r}; a tuple of Targets is needed, e.g. (Target('path.in.module'),)")
 
     def ignores(self, name: str) -> bool:
         return any(name.startswith(entry[:-1]) if entry.endswith("*") else name == entry for entry in self.ignored)

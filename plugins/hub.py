@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 MODELRUNNER_API = ">=1,<2"
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+PATH_STARTS = ("./", "../", "/", "~")  # these never mean the hub
 WANTED_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 UNWANTED_FILES = ["consolidated*", "original/*"]  # the same weights in other layouts
 
@@ -29,6 +30,12 @@ def model_source(name: str, settings: RunnerSettings) -> list[Offer[Path] | Decl
     path = Path(name).expanduser()
     if path.exists():
         return [Offer("local", lambda: path, "exact", f"{path} is here")]
+    if name.startswith(PATH_STARTS):
+
+        def missing() -> Path:
+            raise CheckpointError(f"model {name!r}: no such file or folder ({path.absolute()})")
+
+        return [Offer("local", missing, "family", "formed like a path, but nothing is there")]
     if not HUB_ID.fullmatch(name):
         return [Decline(f"{name!r} is neither a file or folder here nor formed like a hub id (`organisation/model`)")]
     return [
@@ -44,7 +51,7 @@ def download(name: str, revision: str | None) -> Path:
         folder = huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=WANTED_FILES, ignore_patterns=UNWANTED_FILES)
     except Exception as error:  # the client's errors differ between its versions, and all mean: no model
         at = f" at revision {revision}" if revision else ""
-        cause = (str(error).strip() or "no message").splitlines()[0]
+        cause = (str(error).strip() or "no message").splitlines()[0].rstrip(".")
         raise CheckpointError(
             f"model {name!r}{at}: no such file or folder here ({Path(name).absolute()}), and the hub gave none: "
             f"{type(error).__name__}: {cause}. "

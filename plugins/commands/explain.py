@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from modelrunner.cli import Command
 from modelrunner.errors import ModelRunnerError
 from modelrunner.offers import Decline
-from modelrunner.plugin_choice import Asked, Choice, choose
+from modelrunner.plugin_choice import Asked, Choice, choose, pin_of
 from modelrunner.plugin_manager import PluginManager
 
 if TYPE_CHECKING:
@@ -39,6 +39,8 @@ def run(args: argparse.Namespace, manager: PluginManager) -> int:
     settings = load_settings(given, sections=merge_sections(manager.collect("settings_sections")))
     for failure in manager.failures:
         print(f"not asked: {failure}\n")
+    for notice in manager.notices:
+        print(f"warning: {notice}\n")
     report = Report(manager, settings)
     try:
         for line in report.lines():
@@ -66,11 +68,14 @@ class Report:
             return
         path = source.load()
         yield f"  -> {path}"
-        reader, text = self.ask("checkpoint_readers", pin=named(settings.model.load_format), path=path)
+        reader, text = self.ask("checkpoint_readers", setting="model.load_format", path=path)
         yield from text
         if reader is None:
             return
-        card: ModelCard = reader.load()(path, settings.model.name).card()
+        from modelrunner.assemble import blaming
+
+        with blaming(f"checkpoint reader {reader.offer.name} ({reader.plugin})"):
+            card: ModelCard = reader.load()(path, settings.model.name).card()
         yield f"  -> {card.format}, architectures {', '.join(card.architectures) or 'none'}, model_type {card.model_type!r}"
         config, text = self.ask("model_config", card=card)
         yield from text
@@ -79,26 +84,37 @@ class Report:
 
     def about_model(self, card: ModelCard) -> Iterator[str]:
         """The questions that need the card, then those that need the device."""
+        from modelrunner.assemble import blaming, declared
+
         settings = self.settings
         if not settings.model.skip_tokenizer_init:
             yield from self.ask("tokenizer", card=card, settings=settings)[1]
         state, text = self.ask("model_state", card=card, settings=settings)
         yield from text
-        chosen, text = self.ask("device", pin=named(settings.device.name), settings=settings)
+        chosen, text = self.ask("device", setting="device.name", settings=settings)
         yield from text
         if chosen is None:
             return
-        device = chosen.load()(settings)
-        yield from self.ask("linear_scheme", pin=named(settings.linear.scheme), card=card, device=device, settings=settings)[1]
-        if state is not None:
-            for group in state.load()(card, settings).declare(card, settings).cache_groups:
-                yield from self.ask("attention_backend", group=group, device=device, settings=settings)[1]
+        with blaming(f"device {chosen.offer.name} ({chosen.plugin})"):
+            device = chosen.load()(settings)
+        yield from self.ask("linear_scheme", setting="linear.scheme", card=card, device=device, settings=settings)[1]
+        if state is None:
+            return
+        try:
+            with blaming(f"model_state {state.offer.name} ({state.plugin})"):
+                groups = declared(state.load()(card, settings), card, settings).cache_groups
+        except ModelRunnerError as error:
+            self.unanswered.append("attention_backend")
+            yield f"attention_backend is not asked for: {error}"
+            return
+        for group in groups:
+            yield from self.ask("attention_backend", group=group, device=device, settings=settings)[1]
 
-    def ask(self, hook: str, *, pin: str | None = None, **arguments: Any) -> tuple[Choice[Any] | None, list[str]]:
-        """The winner, if any, and lines about the question. `pin.<hook>` comes before `pin`."""
-        pin = self.settings.pin.of(hook) or pin
+    def ask(self, hook: str, *, setting: str = "", **arguments: Any) -> tuple[Choice[Any] | None, list[str]]:
+        """The winner, if any, and lines about the question. setting: one that may name an offer too, as in `assemble.Chooser`."""
+        pin, pinned_by = pin_of(self.settings, hook, setting)
         answers = self.manager.ask(hook, **arguments)
-        question = self.manager.question(hook, pin, answers, arguments)
+        question = self.manager.question(hook, pin, answers, arguments, pinned_by)
         lines = [f"{hook} for {question.subject}" + (f", pinned to {pin!r}" if pin else "")]
         try:
             choice: Choice[Any] | None = choose(question)
@@ -110,11 +126,6 @@ class Report:
             assert choice is not None
             outcome = f"  winner: {choice.offer.name} of {choice.plugin}"
         return choice, [*lines, *(line for asked in answers for line in _said(asked)), outcome]
-
-
-def named(setting: str) -> str | None:
-    """A setting that names an offer, as a pin; `auto` leaves the choice open."""
-    return None if setting == "auto" else setting
 
 
 def _said(asked: Asked) -> Iterator[str]:

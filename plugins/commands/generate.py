@@ -22,7 +22,7 @@ SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "sto
 
 def command() -> Command:
     """The command's description; torch is imported only when it runs."""
-    return Command("generate", "Generate text from prompts.", add_arguments, run, takes_settings=True)
+    return Command("generate", "complete prompts, or answer them with --chat", add_arguments, run, takes_settings=True)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,6 +68,8 @@ def run(args: argparse.Namespace, manager: PluginManager) -> int:
 
     if not args.prompts:
         raise RequestError("no prompt: give --prompt TEXT or --prompt-file FILE (- for standard input)")
+    if "" in args.prompts:
+        raise RequestError(f"prompt {args.prompts.index('') + 1} of {len(args.prompts)} is empty; accepted: at least one character")
     given = {name: value for name in SAMPLING if (value := getattr(args, name)) is not None}
     SamplingParams(**given)  # a wrong parameter is told before the model is loaded
     from modelrunner.llm import LLM
@@ -75,7 +77,7 @@ def run(args: argparse.Namespace, manager: PluginManager) -> int:
     with LLM(args.model or "", plugins=args.plugins, **trace.traced(args.settings, args.trace)) as llm:
         params = SamplingParams(**{**default_params(llm.card).model_dump(exclude_defaults=True), **given})
         outputs = generate(llm, args.prompts, params, args.chat)
-    show_json(outputs) if args.json else show_text(args.prompts, outputs)
+    show_json(outputs) if args.json else show_text(args.prompts, outputs, args.chat)
     return 1 if any(output.outputs[0].finish_reason == "error" for output in outputs) else 0
 
 
@@ -98,9 +100,10 @@ def show_json(outputs: Sequence[RequestOutput]) -> None:
         print(json.dumps(line))
 
 
-def show_text(prompts: Sequence[str], outputs: Sequence[RequestOutput]) -> None:
-    """The completions; each under its prompt when there are several."""
+def show_text(prompts: Sequence[str], outputs: Sequence[RequestOutput], chat: bool) -> None:
+    """Each prompt with its completion joined on; of a chat the answers alone. Several have a line above each."""
     for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
         if len(outputs) > 1:
-            print(f"{'' if i == 0 else chr(10)}==> {prompt} <==")
-        print(output.outputs[0].text)
+            title = prompt if chat else f"{i + 1} of {len(outputs)}"
+            print(f"{'' if i == 0 else chr(10)}==> {title} <==")
+        print(("" if chat else prompt) + output.outputs[0].text)

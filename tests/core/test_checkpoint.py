@@ -6,12 +6,13 @@ import json
 import struct
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from modelrunner.checkpoint import DummyReader, GGUFReader, SafetensorsReader
+from modelrunner.checkpoint import DummyReader, GGUFReader, ModelCard, SafetensorsReader
 from modelrunner.errors import CheckpointError
 
 CONFIG = {"architectures": ["SomethingForCausalLM"], "model_type": "something", "hidden_size": 4}
@@ -167,3 +168,9 @@ for reader in (SafetensorsReader, GGUFReader):
 assert "torch" not in sys.modules
 """
     subprocess.run([sys.executable, "-P", "-c", program], check=True, timeout=120)
+
+
+def test_a_card_prints_short() -> None:
+    """Its metadata holds the whole vocabulary."""
+    card = ModelCard("m", Path("m"), "gguf", ("X",), "x", config={"vocab": ["w"] * 1000}, metadata={"tokens": ["w"] * 1000})
+    assert len(repr(card)) < 300

@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 from plugin_site import PluginSite
 
-from modelrunner.cli import Command, collect_commands, main, settings_arguments, split_settings
-from modelrunner.errors import PluginError, SettingsError
+from modelrunner.cli import Command, _plain_warnings, collect_commands, main, settings_arguments, split_settings
+from modelrunner.errors import CapacityWarning, PluginError, SettingsError, warn_caller
 from modelrunner.hookspecs import hookimpl
 from modelrunner.plugin_manager import PluginManager
 from modelrunner.settings import load_settings
@@ -185,3 +186,11 @@ def test_quick_commands_do_not_import_torch(line: list[str], tmp_path: Path) -> 
     code = f"import sys; from modelrunner.cli import main; code = main({line!r}); print(code, 'torch' in sys.modules)"
     shown = subprocess.run([sys.executable, "-P", "-c", code], check=True, capture_output=True, text=True, cwd=tmp_path)
     assert shown.stdout.splitlines()[-1] == "0 False", shown.stderr
+
+
+def test_warnings_for_users_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        with _plain_warnings():
+            warn_caller("a small cache", CapacityWarning)
+    assert capsys.readouterr().err == "modelrunner: warning: a small cache\n"

@@ -10,7 +10,8 @@ import pytest
 
 from modelrunner import LLM, SamplingParams, hookimpl
 from modelrunner.batch import Drain
-from modelrunner.errors import CapacityError, EngineError, PluginError, PluginWarning, RequestError
+from modelrunner.engine import Engine
+from modelrunner.errors import CapacityError, CapacityWarning, EngineError, PluginError, PluginWarning, RequestError
 from modelrunner.testing import ByteTokenizer, Driver, EngineProbe, P, ScriptedPlugin, Subject, dense, mixed, ref, say, scripted
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -217,3 +218,24 @@ def test_an_operation_that_writes_no_record_fails_at_start_up() -> None:
 def test_a_cache_that_cannot_be_allocated_is_named() -> None:
     with pytest.raises(CapacityError, match=r"the cache of 2147483647 pages of \d+ bytes does not fit on device 'cpu'"):
         dense().engine(pages=2**31 - 1, page_size=4096)
+
+
+def test_a_closed_engine_says_that_it_was_closed() -> None:
+    """It used to say that a step had failed."""
+    engine = good().engine()
+    engine.close()
+    with pytest.raises(EngineError, match=r"^the engine was closed"):
+        engine.add_request("a", {"prompt_token_ids": P(4, 1)}, GREEDY)
+
+
+@pytest.mark.parametrize("start", ["engine", "llm"])
+def test_the_warning_of_a_small_cache_points_at_the_caller(start: str) -> None:
+    subject = good()
+    settings = {"model": "scripted", "num_gpu_blocks_override": 4, "device": "cpu"}
+    begin: Callable[[], object] = {
+        "llm": lambda: LLM(plugins=subject.plugins, **settings),
+        "engine": lambda: Engine(settings, plugins=subject.plugins),
+    }[start]
+    with pytest.warns(CapacityWarning, match="longer requests are refused") as caught:
+        begin()
+    assert [warning.filename for warning in caught] == [__file__]

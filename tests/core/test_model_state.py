@@ -21,6 +21,7 @@ from modelrunner.request_table import Column
 from modelrunner.settings import RunnerSettings
 from modelrunner.testing import Driver, EngineProbe, P, ScriptedPlugin, mixed, options, scripted
 from modelrunner.testing.scripted import MODEL_NAME, ScriptedState
+from modelrunner.weights import Target, WeightMap
 
 PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 WIDE = 20_000  # elements: more than all other columns of a row together
@@ -223,3 +224,42 @@ def test_a_step_whose_results_cannot_be_fetched_stops_the_engine() -> None:
         engine.step()
     with pytest.raises(EngineError, match="the engine stopped"):
         engine.step()
+
+
+def dead_group(state: Any, hidden: torch.Tensor, positions: torch.Tensor, attention: Any, caches: Any, tap: Any) -> torch.Tensor:
+    return attention["ful"](hidden, hidden, hidden, 0)
+
+
+def dead_layer(state: Any, hidden: torch.Tensor, positions: torch.Tensor, attention: Any, caches: Any, tap: Any) -> torch.Tensor:
+    return attention["full"](hidden, hidden, hidden, 7)
+
+
+MISTAKES: list[tuple[str, Any, str]] = [
+    ("declare", lambda *_: {"hidden": 2}, r"Slipped.declare returned {'hidden': 2} \(dict\); a Needs is needed"),
+    ("build", lambda *_: None, r"Slipped.build returned None \(NoneType\); a Module is needed"),
+    ("weight_map", lambda *_: {}, r"Slipped.weight_map returned {} \(dict\); a WeightMap is needed"),
+    ("weight_map", lambda *_: WeightMap({"w": Target("w")}), r"weight map, 'w': got Target\(.*; a tuple of Targets is needed"),  # type: ignore[dict-item]
+    ("forward", lambda *_: None, r"Slipped.forward returned None \(NoneType\); a tensor of shape \[1, 2\] is needed"),
+    ("forward", lambda state, hidden, *_: hidden[:, :1], r"Slipped.forward returned a tensor of shape \[1, 1\]; .*\[1, 2\] is needed"),
+    ("logits", lambda state, hidden: hidden, r"Slipped.logits returned a tensor of shape \[1, 2\]; .*\[1, 331\] is needed"),
+    ("forward", dead_group, "no cache group is called 'ful'; `declare` named 'full'"),
+    ("forward", dead_layer, r"layer 7 is not in cache group 'full', which has the layers \[0\]"),
+]
+
+
+@pytest.mark.parametrize("device", ["cpu", "deferred_cpu"])
+@pytest.mark.parametrize(("method", "mistake", "message"), MISTAKES, ids=[f"{method}-{i}" for i, (method, _, _) in enumerate(MISTAKES)])
+def test_an_authors_mistake_is_told_at_the_start(method: str, mistake: Any, message: str, device: str) -> None:
+    plugin = ScriptedPlugin(mixed())
+    plugin.state = type("Slipped", (plugin.state,), {method: mistake})
+    with pytest.raises(PluginError, match=rf"(?s)model_state scripted .*ScriptedPlugin.*{message}"):
+        Engine({"model": {"name": MODEL_NAME}} | options(device=device), plugins=[plugin])
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"), [("device.name", "device.name = 'nope', but"), ("linear.scheme", "linear.scheme = 'nope', but")]
+)
+def test_a_name_that_nobody_offers_is_told_with_its_setting(setting: str, message: str) -> None:
+    """The message used to name pin.device, which nobody had set."""
+    with pytest.raises(PluginError, match=message):
+        Engine({"model": MODEL_NAME, setting: "nope"}, plugins=[ScriptedPlugin(mixed())])

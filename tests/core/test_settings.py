@@ -283,7 +283,10 @@ def test_environment_text_is_read_by_type() -> None:
     settings = load(environ=environ)
     assert settings.cache == CacheSettings(page_size=8, num_pages=None, prefix_caching=False, memory_fraction=0.25)
     assert (settings.graphs.bucket_rows, settings.graphs.bucket_tokens) == ((1, 2, 4), (8, 16))
-    assert settings.model.tokenizer == "none"  # a folder may be called so
+    assert settings.model.tokenizer is None
+    unset = load({"revision": "none", "pin.device": "none"}, environ={"MODELRUNNER_REVISION": "v2", "MODELRUNNER_PIN__DEVICE": "cpu"})
+    assert (unset.model.revision, unset.pin.device) == (None, None)
+    assert load({"model": "none"}).model.name == "none"  # this one cannot be none
     assert settings.scheduler.max_rows == 3
     assert settings.pin.of("model_config") == "mine"
 

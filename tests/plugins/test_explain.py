@@ -13,7 +13,7 @@ from modelrunner.hookspecs import hookimpl
 from modelrunner.offers import Offer
 from modelrunner.plugin_manager import PluginManager
 from modelrunner.plugins.commands import explain
-from modelrunner.testing import ByteTokenizerPlugin, tiny_dense
+from modelrunner.testing import ByteTokenizerPlugin, ScriptedPlugin, mixed, tiny_dense
 
 HOOKS = ["model_source", "checkpoint_readers", "model_config", "tokenizer", "model_state", "device", "linear_scheme", "attention_backend"]
 
@@ -65,3 +65,26 @@ def test_a_model_that_is_nowhere_stops_the_report(tmp_path: Path, capsys: pytest
     code, out = run(capsys, tmp_path / "nothing")
     assert code == 1
     assert "model_state for" not in out
+
+
+@pytest.mark.parametrize("method", ["__init__", "declare"])
+def test_a_model_state_that_raises_is_reported(method: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """It ended in a traceback."""
+
+    def fail(*_: object) -> None:
+        raise ValueError("no such heads")
+
+    plugin = ScriptedPlugin(mixed())
+    plugin.state = type("Broken", (plugin.state,), {method: fail})
+    code = explain.run(Namespace(model="scripted", settings={"device": "cpu"}), PluginManager.load([plugin], {}))
+    out = capsys.readouterr().out
+    assert code == 1
+    assert "winner: plain of modelrunner:linear_schemes" in out, "the other questions are put"
+    assert "attention_backend is not asked for: model_state scripted (" in out
+    assert "ValueError: no such heads" in out
+
+
+def test_a_name_in_the_lists_that_is_no_plugin_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    manager = PluginManager.load([ByteTokenizerPlugin()], {"MODELRUNNER_DISABLE_PLUGINS": "demo_modl"})
+    explain.run(Namespace(model=str(tiny_dense()), settings={"device": "cpu"}), manager)
+    assert "warning: MODELRUNNER_DISABLE_PLUGINS names 'demo_modl', which is not installed. Did you mean" in capsys.readouterr().out

@@ -56,9 +56,9 @@ def run(*arguments: str) -> int:
     return cli.main(["generate", *arguments])
 
 
-def test_one_prompt_prints_its_completion(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_prompt_prints_with_its_completion(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--model", "some/dir", "--prompt", "abc") == 0
-    assert capsys.readouterr().out == "ABC\n"
+    assert capsys.readouterr().out == "abcABC\n"
     assert FakeLLM.calls == [("some/dir", [], {}), ("generate", ["abc"], SamplingParams(max_tokens=64))]
 
 
@@ -69,7 +69,7 @@ def test_several_prompts_are_labelled_and_in_order(
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("é\r\n".encode())))
     assert run("--prompt", "a", "--prompt-file", str(tmp_path / "p.txt"), "--prompt-file", "-", "--prompt", "z") == 0
     assert FakeLLM.calls[1][1] == ["a", "from file\nline two", "é", "z"]
-    assert capsys.readouterr().out.startswith("==> a <==\nA\n\n==> from file\nline two <==\n")
+    assert capsys.readouterr().out.startswith("==> 1 of 4 <==\naA\n\n==> 2 of 4 <==\nfrom file\nline twoFROM FILE")
 
 
 def test_json_is_one_object_a_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,8 +96,9 @@ def test_the_checkpoints_defaults_stand_behind_the_options(monkeypatch: pytest.M
     assert FakeLLM.calls[1][2] == SamplingParams(max_tokens=64, temperature=0, top_k=20)
 
 
-def test_chat_makes_a_conversation_of_each_prompt() -> None:
+def test_chat_makes_a_conversation_of_each_prompt(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--prompt", "a", "--prompt", "b", "--chat") == 0
+    assert capsys.readouterr().out == "==> a <==\nA\n\n==> b <==\nB\n", "answers do not go on where the prompt ends"
     assert FakeLLM.calls[1][:2] == ("chat", [[{"role": "user", "content": "a"}], [{"role": "user", "content": "b"}]])
 
 
@@ -114,7 +115,8 @@ WRONG = [
     (["--prompt", "a", "--max-tokens", "x"], "invalid int value: 'x'"),
     (["--prompt", "a", "--stop", ""], "stop: got"),
     (["--prompt-file", "/no/such/file"], "/no/such/file: No such file or directory"),
-    (["--prompt", "a", "--temprature", "1"], "--temprature"),
+    (["--prompt", "a", "--temprature", "1"], "near names are --temperature"),
+    (["--prompt", "a", "--prompt", ""], "prompt 2 of 2 is empty"),
 ]
 
 
@@ -149,7 +151,7 @@ def test_text_that_standard_output_cannot_encode_is_escaped(monkeypatch: pytest.
     out = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(out, encoding="ascii", write_through=True))
     assert run("--prompt", "é") == 0
-    assert out.getvalue() == b"\\xc9\n"
+    assert out.getvalue() == b"\\xe9\\xc9\n"
 
 
 def test_an_output_that_ended_in_an_error_shows_in_the_status(monkeypatch: pytest.MonkeyPatch) -> None:

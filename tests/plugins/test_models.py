@@ -57,13 +57,21 @@ def test_sources(tmp_path):
     assert offers(local)[0] == {"local": "exact"}
     assert local[0].load() == tmp_path
     assert offers(hub.model_source("org/model-1.5B", settings()))[0] == {"hub": "family"}
-    assert "neither a file or folder here nor formed like a hub id" in offers(hub.model_source("./no/such/folder", settings()))[1][0]
+    assert "neither a file or folder here nor formed like a hub id" in offers(hub.model_source("no/such/folder", settings()))[1][0]
+
+
+@pytest.mark.parametrize("name", ["./nothing", "../nothing", "/nothing", "~/nothing"])
+def test_what_is_formed_like_a_path_is_not_looked_for_on_the_hub(name):
+    """`./nothing` has the form of a hub id."""
+    (offer,) = hub.model_source(name, settings())
+    with pytest.raises(CheckpointError, match=r"^model '[^']+': no such file or folder \(/[^)]*nothing\)$"):
+        offer.load()
 
 
 def test_hub_without_a_connection_says_what_to_do(monkeypatch, tmp_path):
     def offline(name, **options):
         assert options["revision"] == "v2"
-        raise ConnectionError("no route\nmore")
+        raise ConnectionError("no route.\nmore")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
     (offer,) = hub.model_source("org/model", settings(revision="v2"))
