@@ -66,12 +66,20 @@ class HookSpecs:
         """Bid to supply the tokenizer of `card`."""
 
     @hookspec
+    def device(self, settings: RunnerSettings) -> Offer[type[Device]] | Decline | None:
+        """Bid to be the device that steps run on. An absent accelerator is a `Decline` with the reason."""
+
+    @hookspec
+    def kernels(self, register: Register, device: Device) -> None:
+        """Register operations, overrides for `device.type`, and fusions: `register.op`, `register.override`, `register.fusion`."""
+
+    @hookspec
     def model_state(self, card: ModelCard, settings: RunnerSettings) -> Offer[type[ModelState]] | Decline | None:
         """Bid to run the model that `card` describes."""
 
     @hookspec
-    def device(self, settings: RunnerSettings) -> Offer[type[Device]] | Decline | None:
-        """Bid to be the device that steps run on. An absent accelerator is a `Decline` with the reason."""
+    def linear_scheme(self, card: ModelCard, device: Device, settings: RunnerSettings) -> Offer[type[LinearScheme]] | Decline | None:
+        """Bid to store and apply the weights of linear layers."""
 
     @hookspec
     def taps(self, model_info: ModelInfo) -> Tap | Sequence[Tap] | None:
@@ -82,14 +90,6 @@ class HookSpecs:
         self, group: CacheGroup, device: Device, settings: RunnerSettings
     ) -> Offer[type[AttentionBackend]] | Decline | None:
         """Bid to run attention over the cache group `group`."""
-
-    @hookspec
-    def kernels(self, register: Register, device: Device) -> None:
-        """Register operations, overrides for `device.type`, and fusions: `register.op`, `register.override`, `register.fusion`."""
-
-    @hookspec
-    def linear_scheme(self, card: ModelCard, device: Device, settings: RunnerSettings) -> Offer[type[LinearScheme]] | Decline | None:
-        """Bid to store and apply the weights of linear layers."""
 
     @hookspec
     def observer(self, settings: RunnerSettings) -> Observer | Sequence[Observer] | None:

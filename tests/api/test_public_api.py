@@ -1,7 +1,7 @@
 """What plugins and users build on changes only together with the interface's version.
 
-`public_api.txt` is the interface of the version in its first line. After a change, raise API_VERSION in core/hookspecs.py (its second number
-for additions, its first for what breaks a plugin) and run `python -P tests/api/test_public_api.py`.
+`public_api.txt` is the interface of the version in its first line. After a change, raise API_VERSION in core/hookspecs.py (its second
+number for additions, its first for what breaks a plugin) and run `python -P tests/api/test_public_api.py`.
 """
 
 from __future__ import annotations

@@ -161,7 +161,7 @@ def test_plugins_lists_broken_ones_and_goes_on(plugin_site: PluginSite, capsys: 
     assert "libnpu.so.7 is missing" in out
     code, out, _ = run(capsys, "plugins", "--json")
     by_name = {info["name"]: info for info in json.loads(out)}
-    assert by_name["acme-good:good"]["hooks"] == ["cli_commands", "model_state", "kernels"]
+    assert by_name["acme-good:good"]["hooks"] == ["cli_commands", "kernels", "model_state"]
     assert by_name["acme-import-error:npu"]["state"] == "failed"
     code, out, _ = run(capsys, "plugins", "--json", "--hook", "cli_commands")
     assert {"acme-good:good", "modelrunner:commands"} <= {info["name"] for info in json.loads(out)}
