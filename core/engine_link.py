@@ -25,8 +25,8 @@ from typing import Any
 import zmq
 
 from modelrunner import errors
-from modelrunner.engine import EngineError
 from modelrunner.engine_process import Start
+from modelrunner.errors import EngineError
 from modelrunner.liveness import Liveness
 from modelrunner.messages import Abort, Command, Failed, Greet, Hello, Ready, Refused, Stop, Turn, decode_report, encode
 from modelrunner.request import Request, RequestOutput
@@ -110,11 +110,11 @@ class EngineLink:
             if stream.request.id == request_id:
                 self._send(Abort(stream.number))
 
-    def release(self, stream: RequestStream, stopped: bool = False) -> None:
-        """Nobody waits for this request any more: end it if it has not ended. stopped: a stop string did."""
+    def release(self, stream: RequestStream, reason: str = "abort") -> None:
+        """Nobody waits for this request any more: end it if it has not ended. reason: see `messages.Abort`."""
         with self._lock:
             if self._streams.pop(stream.number, None) is not None:
-                self._send(Abort(stream.number, stopped))
+                self._send(Abort(stream.number, reason))
 
     def check(self) -> None:
         """Raise EngineError when the engine is gone."""
@@ -246,7 +246,7 @@ class EngineLink:
         self._hand_over(items)
 
     def _outputs(self, stream: RequestStream, make: Callable[[], RequestOutput | None]) -> list[tuple[RequestStream, Item]]:
-        """What `make` gives, as a list of none or one. An error, such as a tokenizer's, ends this request and no other."""
+        """What `make` gives, as a list of none or one. An error ends this request and no other."""
         try:
             output = make()
         except Exception as error:
@@ -256,8 +256,8 @@ class EngineLink:
             return [(stream, failure)]
         if output is None:
             return []
-        if output.finished:
-            self.release(stream, stopped=True)  # a stop string was found here: the engine does not know yet
+        if (reason := output.outputs[0].finish_reason) is not None:
+            self.release(stream, reason)  # if its text ended it, the engine does not know yet
         return [(stream, output)]
 
     def _hand_over(self, items: Sequence[tuple[RequestStream, Item]]) -> None:
@@ -290,8 +290,7 @@ def failure_of(report: Failed) -> Exception:
     if isinstance(kind := getattr(errors, report.kind, None), type):
         error: Exception = kind(report.message)
         return error
-    named = "" if report.kind == EngineError.__name__ else f"{report.kind}: "
-    return EngineError(f"the engine process failed: {named}{report.message}")
+    return EngineError(f"the engine process failed: {report.kind}: {report.message}")
 
 
 def refusal(refused: Refused) -> Exception:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import zmq
 
 from modelrunner import errors
-from modelrunner.errors import PluginError, RequestError
+from modelrunner.errors import EngineError, PluginError, RequestError
 from modelrunner.messages import (
     Abort,
     Add,
@@ -130,7 +130,6 @@ class EngineLoop:
         return True
 
     def _add(self, command: Add) -> None:
-        from modelrunner.engine import EngineError
         from modelrunner.sampling_params import SamplingParams
 
         name = command.request_id
@@ -156,7 +155,7 @@ class EngineLoop:
 
     def _abort(self, command: Abort) -> None:
         if (name := self._ids.get(command.number)) is not None:
-            self._aborted[name] = "stop" if command.stopped else "abort"
+            self._aborted[name] = command.reason
             self.engine.abort(name)
 
     def _refuse(self, number: int, error: Exception) -> None:
@@ -167,8 +166,6 @@ class EngineLoop:
     # ---- a turn --------------------------------------------------------------------------------------------------
 
     def _step(self) -> None:
-        from modelrunner.engine import EngineError
-
         self._turns += 1
         self._stuck = False
         if not self.engine.has_unfinished():
@@ -302,7 +299,7 @@ def main(stdin: BinaryIO | None = None) -> int:
     try:
         serve(start, inbox, outbox)
     except Exception as error:
-        if not hasattr(errors, type(error).__name__):  # those say all that there is to say
+        if isinstance(error, EngineError) or not hasattr(errors, type(error).__name__):  # the others say all that there is to say
             traceback.print_exc()
         failed: Report = Failed(type(error).__name__, str(error) or type(error).__name__)
         outbox.send(encode(failed))

@@ -37,10 +37,10 @@ class Add(_Message):
 
 
 class Abort(_Message):
-    """End a request now. stopped: the front end found a stop string in it, so it is counted as such."""
+    """End a request now. reason: the finish reason to count it under, such as `stop` when the front end found a stop string."""
 
     number: int
-    stopped: bool = False
+    reason: str = "abort"
 
 
 class Stop(_Message):

@@ -35,6 +35,7 @@ def kernels(register: Register, device: Device) -> None:
     register.op("rms_norm", norm.rms_norm, area="norm", tolerance=CLOSE)
     register.op("apply_rope", rope.apply_rope, area="rope", tolerance=CLOSE)
     register.op("silu_mul", activation.silu_mul, area="activation", tolerance=CLOSE)
+    register.op("gelu_tanh_mul", activation.gelu_tanh_mul, area="activation", tolerance=CLOSE)
     register.op("matmul", linear.matmul, area="linear", tolerance=CLOSE)
     register.op("int8_matmul", linear.int8_matmul, area="linear", tolerance=CLOSE)
     register.op("greedy", sampling.greedy, area="sampling")

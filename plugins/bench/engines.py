@@ -6,15 +6,15 @@ import gc
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
-
 from modelrunner.errors import CheckpointError, ModelRunnerError
-from modelrunner.llm import LLM
 from modelrunner.plugins.bench.scenarios import Job, static_batches
 from modelrunner.request import SamplingParams
 
 if TYPE_CHECKING:
+    import torch
+
     from modelrunner.checkpoint import ModelCard
+    from modelrunner.llm import LLM
 
 WARM_UP_TOKENS = 2
 
@@ -63,6 +63,7 @@ class TransformersEngine:
         return exact(self.name, jobs, [ids for part in static_batches(jobs, batch) for ids in self._batch(part)])
 
     def _batch(self, jobs: Sequence[Job]) -> list[list[int]]:
+        import torch
         from transformers import GenerationConfig
 
         config_of: Any = GenerationConfig  # it has no annotations

@@ -13,11 +13,12 @@ import pytest
 from engine_world import Tamper, engine_processes, gone, last, run, start, until
 
 from modelrunner import AsyncLLM, SamplingParams
-from modelrunner.engine import EngineError
+from modelrunner.errors import EngineError
 from modelrunner.testing import P, assert_same, dense
 
 PARAMS = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
 STALL_LIMIT = 6.0
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture

@@ -12,14 +12,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from engine_world import engine_processes, gone, last, outputs, run, start, until, wait_until
+from engine_world import ProbePlugin, engine_processes, gone, last, outputs, run, start, until, wait_until
 
 from modelrunner import LLM, AsyncLLM, SamplingParams
 from modelrunner.async_llm import engine_arguments
-from modelrunner.engine import EngineError
-from modelrunner.errors import CheckpointError, PluginError, RequestError, SettingsError
+from modelrunner.errors import CheckpointError, EngineError, PluginError, RequestError, SettingsError
 from modelrunner.request import OutputKind
+from modelrunner.request_stream import RequestStream
 from modelrunner.settings import load_settings
 from modelrunner.testing import ByteTokenizer, ByteTokenizerPlugin, P, dense, options
 
@@ -30,7 +31,7 @@ LONG = GREEDY.model_copy(update={"max_tokens": 200})
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[AsyncLLM]:
-    llm = start(**SHORT)
+    llm = start(plugins=(ProbePlugin(),), **SHORT)
     yield llm
     llm.close()
     assert engine_processes() == []
@@ -38,7 +39,9 @@ def llm() -> Iterator[AsyncLLM]:
 
 @pytest.fixture(scope="module")
 def plain() -> LLM:
-    return dense().llm(**SHORT)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*max_model_len.*")
+        return LLM(dense().model, plugins=[*dense().plugins, ProbePlugin()], **options(**SHORT))
 
 
 @pytest.fixture(autouse=True)
@@ -315,14 +318,54 @@ class Broken(ByteTokenizer):
 def test_text_that_cannot_be_made_ends_its_request_and_no_other(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     async def go() -> None:
         other = asyncio.create_task(last(llm, P(9, 1), LONG))
-        await asyncio.sleep(0)  # it has its tokenizer now
+        await until(lambda: llm._link.num_open == 1)  # it has its tokenizer now
         monkeypatch.setattr(llm, "tokenizer", Broken())
         for kind in (OutputKind.DELTA, OutputKind.FINAL_ONLY):
-            with pytest.raises(EngineError, match=r"request 'b': its output could not be made: IndexError: planted"):
-                await last(llm, [5], GREEDY.model_copy(update={"output_kind": kind}), request_id="b")
+            end = (await last(llm, [5], GREEDY.model_copy(update={"output_kind": kind}))).outputs[0]
+            assert (end.finish_reason, end.stop_reason) == ("error", "the tokenizer failed: IndexError: planted")
         assert len((await other).outputs[0].token_ids) == 200
 
     run(go())
+
+
+@pytest.mark.parametrize("method", ["feed", "end"])
+def test_an_output_that_cannot_be_made_ends_its_request_and_no_other(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    make = getattr(RequestStream, method)
+
+    def broken(stream: RequestStream, *arguments: Any) -> Any:
+        if stream.request.id == "b":
+            raise RuntimeError("planted")
+        return make(stream, *arguments)
+
+    async def go() -> None:
+        other = asyncio.create_task(last(llm, P(9, 1), LONG))
+        monkeypatch.setattr(RequestStream, method, broken)
+        with pytest.raises(EngineError, match="request 'b': its output could not be made: RuntimeError: planted"):
+            await last(llm, P(9, 2), GREEDY, request_id="b")
+        assert len((await other).outputs[0].token_ids) == 200
+
+    run(go())
+
+
+def test_what_taps_report_comes_along(llm: AsyncLLM, plain: LLM) -> None:
+    """Entries stay with their tokens, in every kind of output, also where a stop string cuts."""
+    asking: dict[str, Any] = {"temperature": 1.0, "seed": 2, "max_tokens": 40, "stop": ["e", "a"], "extra_args": {"probe": 3}}
+    want = final(plain, "abc", SamplingParams(**asking)).outputs[0]
+    assert want.finish_reason == "stop"
+    assert want.extra["probe"].shape == (len(want.token_ids), 2)
+    for kind in OutputKind:
+        got = [output.outputs[0] for output in run(outputs(llm, "abc", SamplingParams(**asking, output_kind=kind)))]
+        assert all(len(end.extra["probe"]) == len(end.token_ids) for end in got)
+        extra = np.concatenate([end.extra["probe"] for end in got]) if kind is OutputKind.DELTA else got[-1].extra["probe"]
+        np.testing.assert_array_equal(extra, want.extra["probe"])
+    for bad in ({"probe": "x"}, {"nobody": 1}):
+        with pytest.raises(RequestError) as here:
+            plain.generate(["a"], SamplingParams(extra_args=bad), use_tqdm=False)
+        with pytest.raises(RequestError) as there:
+            run(outputs(llm, "a", SamplingParams(extra_args=bad)))
+        assert f"prompts[0]: {there.value}" == str(here.value)
+    with pytest.raises(RequestError, match="sampling_params: a object cannot be sent to another process; accepted: numbers, text"):
+        run(outputs(llm, "a", SamplingParams(extra_args={"probe": object()})))
 
 
 # ---- starting and ending -------------------------------------------------------------------------------------------------

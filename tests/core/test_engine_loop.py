@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import zmq
 
-from modelrunner.engine import EngineError
 from modelrunner.engine_process import IDLE_SECONDS, EngineLoop
+from modelrunner.errors import EngineError
 from modelrunner.messages import Abort, Add, Command, EngineStats, Facts, Greet, Stop, Turn, decode_report, encode
 from modelrunner.request import SamplingParams
 from modelrunner.testing import P, dense, ref
@@ -149,7 +149,7 @@ def test_a_stop_found_by_the_front_end_is_counted_as_a_stop() -> None:
     world = World()
     world.command(Add(1, "a", P(9, 1), GREEDY | {"max_tokens": 50}), Add(2, "b", P(9, 1), GREEDY | {"max_tokens": 50}))
     world.turn(4)
-    world.command(Abort(1, stopped=True), Abort(2))
+    world.command(Abort(1, "stop"), Abort(2))
     world.finish()
     assert world.stats.finished == {"stop": 1, "abort": 1}
 

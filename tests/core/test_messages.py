@@ -32,7 +32,7 @@ COMMANDS: list[Command] = [
     Greet(),
     Add(3, "a", [1, 2, 2**31 - 1], {"temperature": 0.5, "seed": -(2**63), "stop_token_ids": [1]}, -5, 12.5, "salt"),
     Abort(3),
-    Abort(3, stopped=True),
+    Abort(3, "stop"),
     Stop(),
 ]
 REPORTS: list[Report] = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import subprocess
@@ -129,6 +130,53 @@ def test_dead_rows_and_padding_write_nothing() -> None:
     changed = {page for page in range(len(before)) if not torch.equal(before[page].nan_to_num(7), rows.cache[page].nan_to_num(7))}
     assert changed == {int(rows.table[0, 1]), int(rows.table[2, 1])}
     assert not rows.cache[0].any()
+
+
+# ---- broken states ---------------------------------------------------------------------------------------------------
+
+
+def broken(kind: str) -> Any:
+    """The example with a flaw, in modelrunner's suite. snapshot: changes the page that it goes on from. layers: has one too many."""
+    from modelrunner_recurrent.state import RecurrentExample
+    from tiny_recurrent import Recurrence, write_checkpoint
+
+    from modelrunner.testing.conformance import ModelStateConformance
+
+    class Broken(RecurrentExample):
+        def __init__(self, card: Any, settings: Any) -> None:
+            super().__init__(card, settings)
+            if kind == "layers":
+                self.recurrent = dataclasses.replace(self.recurrent, layers=(*self.recurrent.layers, 4))
+
+        def forward(self, hidden: Tensor, positions: Tensor, attention: Any, caches: Any, tap: Any) -> Tensor:
+            out = super().forward(hidden, positions, attention, caches, tap)
+            if kind == "snapshot":
+                meta, size = attention["recurrent"].meta, self.recurrent.interval
+                first = (meta.seq_len - meta.query_len).long()
+                page = meta.block_table[torch.arange(len(first)), (first - 1).clamp(min=0) // size] * (first > 0)
+                caches["recurrent"][page.long()] *= 1.5
+            return out
+
+    class Suite(ModelStateConformance):
+        model_state = Broken
+        plugins = ("modelrunner_recurrent",)
+
+        def checkpoint(self, folder: Path, seed: int) -> None:
+            write_checkpoint(folder, seed)
+
+        def reference(self, folder: Path) -> Any:
+            return Recurrence(folder)
+
+    return Suite()
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [("snapshot", "snapshots that a step reads"), ("layers", r"declares layers \[4\], whose states no step has written")],
+)
+def test_the_suite_finds_a_broken_state(kind: str, message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        broken(kind).test_touches_what_it_declares()
 
 
 # ---- the package -----------------------------------------------------------------------------------------------------

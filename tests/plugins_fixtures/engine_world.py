@@ -115,3 +115,36 @@ class Tamper:
             return collect(runner, *arguments)
 
         Scheduler.plan, Runner.launch, Runner.collect = tampered_plan, tampered_launch, tampered_collect  # type: ignore[method-assign]
+
+
+class ProbePlugin:
+    """A plugin with a tap, `probe`: reports twice, per token, the mean of its hidden state after the first layer and a request's number."""
+
+    MODELRUNNER_API = ">=1,<2"
+
+    @hookimpl
+    def taps(self, model_info: Any) -> Any:
+        import torch
+
+        from modelrunner.request_table import Column
+        from modelrunner.taps import Result, Tap
+
+        class Probe(Tap):
+            name, points, edits = "probe", ("layer.1",), False
+            results = (Result("probe", (2,), torch.float32),)
+
+            def columns(self, settings: Any) -> Any:
+                return (Column("probe.number", torch.float32, default=0.0),)
+
+            def row_values(self, request: Any) -> Any:
+                number = request.params.extra_args.get("probe")
+                return None if number is None else {"probe.number": float(number)}
+
+            def apply(self, point: str, hidden: Any, batch: Any) -> Any:
+                self.mean = hidden.index_select(0, batch.sample_index).mean(dim=-1)
+                return hidden
+
+            def outputs(self, batch: Any) -> Any:
+                return {"probe": torch.stack([self.mean, self.per_row(batch, "probe.number")], 1)}
+
+        return Probe()

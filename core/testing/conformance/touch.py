@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from modelrunner.model_state import FullAttention
+from modelrunner.model_state import FullAttention, RecurrentState
 
 if TYPE_CHECKING:
     from modelrunner.batch import Batch, Plan, Ticket
@@ -88,6 +88,8 @@ class TouchCheck:
         for name, group in self.groups.items():
             if isinstance(group, FullAttention):
                 self._check_tokens(name, before[name], batch)
+            elif isinstance(group, RecurrentState):
+                self._check_states(group, before[name], batch)
         self.steps += 1
         self.padded += not bool(batch.token_valid.all())
         return ticket
@@ -125,3 +127,18 @@ class TouchCheck:
         written = cache[slots // size, :, slots % size].isfinite().flatten(2).all(2).all(0)  # [layers]
         missing = [layer for layer, whole in zip(self.groups[name].layers, written.tolist(), strict=True) if not whole]
         assert not missing, f"group {name!r} declares layers {missing}, whose keys and values no step has written at its slots"
+
+    def _check_states(self, group: RecurrentState, before: torch.Tensor, batch: Batch) -> None:
+        """Of this group's pages that the step may use, only those of its own tokens changed, and there every declared layer was written."""
+        cache, table, size = self.caches[group.name], batch.block_tables[group.name], group.interval
+        end = batch.seq_len.unsqueeze(1)
+        start = end - batch.query_len.unsqueeze(1)
+        place = torch.arange(table.shape[1], device=table.device)
+        held = place * size < end
+        own = table[held & (place >= start // size)].unique().long()
+        read = table[held & (place >= (start - 1).clamp(min=0) // size)].unique().long()
+        changed = ~same(before, cache).flatten(2).all(2)  # [pages, layers]
+        strange = sorted({page for page in read.tolist() if changed[page].any()} - set(own.tolist()))
+        assert not strange, f"group {group.name!r}: pages {strange} changed, snapshots that a step reads and others may have found"
+        missing = [layer for layer, written in zip(group.layers, changed[own].any(0).tolist(), strict=True) if not written]
+        assert not missing or not own.numel(), f"group {group.name!r} declares layers {missing}, whose states no step has written"
