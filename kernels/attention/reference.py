@@ -119,8 +119,14 @@ def _attend(
     if kv.dtype != q.dtype:
         kv = kv.to(q.dtype)
     k, v = kv.permute(2, 0, 3, 1, 4).unbind(0)
-    part = q[tiles.queries] if isinstance(tiles.queries, slice) else q.index_select(0, tiles.queries)
-    folded = part.reshape(num, queries, num_kv_heads, group, dim).transpose(1, 2).reshape(num, num_kv_heads, queries * group, dim)
+    if isinstance(tiles.queries, slice):
+        part = q if tiles.queries == slice(0, q.shape[0]) else q[tiles.queries]
+    else:
+        part = q.index_select(0, tiles.queries)
+    if queries == 1:
+        folded = part.reshape(num, num_kv_heads, group, dim)
+    else:
+        folded = part.reshape(num, queries, num_kv_heads, group, dim).transpose(1, 2).reshape(num, num_kv_heads, queries * group, dim)
     if softcap is None and sinks is None:
         out = scaled_dot_product_attention(folded, k, v, attn_mask=tiles.mask, scale=scale)
     else:
@@ -129,6 +135,8 @@ def _attend(
             scores = scores.div_(softcap).tanh_().mul_(softcap)
         weights = _weights(scores.add_(tiles.mask), queries, sinks)
         out = torch.matmul(weights, v.float()).to(q.dtype)
+    if queries == 1:
+        return out.reshape(num, heads, dim)
     return out.reshape(num, num_kv_heads, queries, group, dim).transpose(1, 2).reshape(num * queries, heads, dim)
 
 

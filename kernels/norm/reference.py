@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch.nn.functional import rms_norm as torch_rms_norm
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -13,10 +12,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     float32. With a weight of 16 bits the quotient is rounded to x's dtype and then multiplied, as the Llama family was trained; with a
     weight of float32 the product is rounded, as Gemma and OLMo 2 were.
     """
-    if x.dtype == torch.float32:
-        return torch_rms_norm(x, weight.shape, weight, eps)
-    wide = x.float()
-    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    wide = x.float()  # x itself if it is float32
+    wide = wide * wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
     if weight.dtype == torch.float32:
-        return (wide * weight).to(x.dtype)
-    return wide.to(x.dtype) * weight
+        return wide.mul_(weight).to(x.dtype)
+    return wide.to(x.dtype).mul_(weight)

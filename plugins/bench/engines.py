@@ -84,10 +84,11 @@ def load(card: ModelCard, dtype: torch.dtype) -> Any:
     """The checkpoint in transformers' own class. Raises CheckpointError for what it does not read."""
     from transformers import AutoModelForCausalLM
 
+    options: dict[str, Any] = {}
     if card.format == "safetensors":
-        folder, options = card.path if card.path.is_dir() else card.path.parent, {}
+        folder = card.path if card.path.is_dir() else card.path.parent
     elif card.format == "gguf":
-        folder, options = card.path.parent, {"gguf_file": card.path.name}
+        folder, options = card.path.parent, {"gguf_file": card.path.name, **unpacked()}
     else:
         raise CheckpointError(
             f"{card.path}: transformers cannot be compared on a checkpoint read as {card.format!r}; on safetensors and gguf"
@@ -96,7 +97,19 @@ def load(card: ModelCard, dtype: torch.dtype) -> Any:
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options)
     except (OSError, ValueError, ImportError) as error:
         raise CheckpointError(f"transformers cannot load {card.path}: {error}") from error
+    if other := {str(p.dtype) for p in model.parameters() if p.dim() == 2} - {str(dtype)}:
+        raise CheckpointError(
+            f"transformers holds matrices of {card.path} as {', '.join(sorted(other))}, not as {dtype}: not the same work"
+        )
     return model.eval()
+
+
+def unpacked() -> dict[str, Any]:
+    """Options that make transformers unpack a GGUF file: it would keep blocks where it finds a kernel that multiplies by them."""
+    import transformers
+
+    config = getattr(transformers, "GgufConfig", None)  # older releases always unpack
+    return {} if config is None else {"quantization_config": config(dequantize=True)}
 
 
 def exact(engine: str, jobs: Sequence[Job], outputs: list[list[int]]) -> list[list[int]]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from modelrunner.cli import Command
 from modelrunner.plugins import trace
-from modelrunner.plugins.bench.scenarios import SCENARIOS
+from modelrunner.plugins.bench.scenarios import SCENARIOS, Scenario
 
 if TYPE_CHECKING:
     from modelrunner.llm import LLM
@@ -89,7 +89,7 @@ def measure_all(args: argparse.Namespace, manager: PluginManager, meter: Any) ->
     from modelrunner.plugins.bench.measure import measure
 
     scenarios = [SCENARIOS[name] for name in dict.fromkeys(args.scenarios)]
-    settings = sized(trace.traced(args.settings, args.trace), manager, max(scenario.longest for scenario in scenarios))
+    settings = sized(trace.traced(args.settings, args.trace), manager, scenarios)
     with meter.at_work(OurEngine.name):
         llm = LLM(args.model or "", plugins=args.plugins, **settings)
     with llm:
@@ -102,11 +102,15 @@ def measure_all(args: argparse.Namespace, manager: PluginManager, meter: Any) ->
         return [measure(scenario, scenario.jobs(vocab_size, args.seed), engines, meter, **options) for scenario in scenarios]
 
 
-def sized(given: Mapping[str, Any], manager: PluginManager, longest: int) -> dict[str, Any]:
-    """`given` with what the user left open: room for requests of `longest` tokens and no more, and no tokenizer, which nobody needs."""
+def sized(given: Mapping[str, Any], manager: PluginManager, scenarios: Sequence[Scenario]) -> dict[str, Any]:
+    """`given` with what the user left open: room for the scenarios' requests and no more, and no tokenizer, which nobody needs."""
     from modelrunner.settings import merge_sections, setting_origins
 
-    ours = {"model.max_model_len": longest, "model.skip_tokenizer_init": True}
+    ours = {
+        "model.max_model_len": max(scenario.longest for scenario in scenarios),
+        "scheduler.max_rows": max(scenario.requests for scenario in scenarios),
+        "model.skip_tokenizer_init": True,
+    }
     decided = setting_origins(given, sections=merge_sections(manager.collect("settings_sections")))
     return {**given, **{name: value for name, value in ours.items() if name not in decided}}
 

@@ -14,12 +14,14 @@ import torch
 
 from modelrunner import LLM, cli
 from modelrunner.errors import CheckpointError, ModelRunnerError
+from modelrunner.plugin_manager import PluginManager
 from modelrunner.plugins.bench import chart, report
 from modelrunner.plugins.bench.engines import OurEngine, TransformersEngine, exact
 from modelrunner.plugins.bench.measure import Result, Timing, equal_tokens, measure
 from modelrunner.plugins.bench.memory import MemoryMeter
 from modelrunner.plugins.bench.pixel_font import COLUMNS, HEIGHT, glyphs
 from modelrunner.plugins.bench.scenarios import SCENARIOS, Job, Scenario, static_batches
+from modelrunner.plugins.commands.bench import sized
 from modelrunner.testing.tiny import tiny_dense
 
 LENGTH = 512  # context that both scenarios fit into
@@ -78,6 +80,29 @@ def test_our_runs_do_not_find_the_prompts_of_earlier_ones(model: str) -> None:
         assert llm.engine.scheduler.stats.cached_tokens == 0
         engine.run(jobs, 1)
         assert llm.engine.scheduler.stats.cached_tokens > 0, "without `prepare` they are found"
+
+
+def test_weights_of_another_type_are_no_comparison(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import AutoModelForCausalLM
+
+    half = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: half)
+    with (
+        LLM(model, skip_tokenizer_init=True, max_model_len=32, load_format="safetensors") as llm,
+        pytest.raises(CheckpointError, match=r"as torch.bfloat16, not as torch.float32: not the same work"),
+    ):
+        TransformersEngine(llm.card, torch.float32)
+
+
+def test_room_is_made_for_the_work_unless_the_user_decided() -> None:
+    manager = PluginManager.load()
+    assert sized({}, manager, list(SCENARIOS.values())) == {
+        "model.max_model_len": 384,
+        "scheduler.max_rows": 32,
+        "model.skip_tokenizer_init": True,
+    }
+    given = {"max_num_seqs": 7, "model.max_model_len": 500}
+    assert sized(given, manager, [SCENARIOS["cpu1"]]) == {**given, "model.skip_tokenizer_init": True}
 
 
 def test_wrong_lengths_are_no_result() -> None:
