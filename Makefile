@@ -42,7 +42,7 @@ types: $(VENV)/.dev $(INSTALLED)/.stamp
 	MYPYPATH=$(CURDIR)/$(INSTALLED) $(PY) -m mypy -p modelrunner
 
 unit: $(VENV)/.dev
-	$(PY) -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal $(ARGS)
 
 format: $(VENV)/.dev
 	$(PY) -m ruff check --fix .
