@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from modelrunner.assemble import Chooser, resolve_ops, settle
+from modelrunner.assemble import resolve_ops, settle
 from modelrunner.device import Device
 from modelrunner.ops import Ops, Registry, Tolerance
 from modelrunner.plugin_manager import PluginManager
@@ -47,7 +47,7 @@ class KernelConformance:
         """References of all operations, the same with the override in its place, and the tolerance."""
         manager = PluginManager.load(self.plugins)
         settings = settle({"device.name": self.device_type}, manager)
-        device: Device = Chooser(manager, settings)("device", pin=self.device_type, settings=settings)(settings)
+        device: Device = manager.choose("device", pin=self.device_type, settings=settings).load()(settings)
         registry = Registry()
         manager.call("kernels", register=registry, device=device)
         if self.op not in registry.tolerances():

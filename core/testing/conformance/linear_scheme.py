@@ -8,7 +8,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-from modelrunner.assemble import Chooser, resolve_ops, settle
+from modelrunner.assemble import resolve_ops, settle
 from modelrunner.linear import Linear, LinearFactory, LinearScheme
 from modelrunner.ops import Ops
 from modelrunner.plugin_manager import PluginManager
@@ -51,7 +51,7 @@ class LinearSchemeConformance:
     def ops(self) -> Ops:
         manager = PluginManager.load(self.plugins)
         settings = settle({"device.name": self.device_type}, manager)
-        return resolve_ops(manager, Chooser(manager, settings)("device", pin=self.device_type, settings=settings)(settings))
+        return resolve_ops(manager, manager.choose("device", pin=self.device_type, settings=settings).load()(settings))
 
     def sizes(self) -> list[tuple[int, tuple[int, ...]]]:
         """(in_features, output rows of each part)."""
