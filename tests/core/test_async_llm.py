@@ -381,7 +381,7 @@ def test_settings_reach_the_engine_process_whole() -> None:
 
 BAD_STARTS: list[tuple[type[Exception], dict[str, Any]]] = [
     (SettingsError, {"max_modl_len": 5}),
-    (PluginError, {"model": "/nowhere/at/all"}),
+    (CheckpointError, {"model": "/nowhere/at/all"}),
     (CheckpointError, {"model": "damaged"}),  # found out by the engine process, which alone reads weights
     (PluginError, {"device": {"name": "nope"}}),  # found out by the engine process
 ]
@@ -416,19 +416,22 @@ def test_warnings_of_the_engine_process_are_heard_here() -> None:
     subject = dense()
     with pytest.warns(UserWarning, match="the cache of 4 pages holds 65 tokens of one request, less than max_model_len"):
         llm = AsyncLLM(subject.model, plugins=subject.plugins, **options(pages=4))
-    pid = llm.pid
+    link, pid = llm._link, llm.pid
     assert pid is not None
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        plain = subject.llm(pages=4)
-    message = refusal_of_a_long_request(llm)
-    with pytest.raises(RequestError) as here:
-        plain.generate(["a"], SamplingParams(max_tokens=80, temperature=0), use_tqdm=False)
-    assert f"prompts[0]: {message}" == str(here.value)
-    assert "lower max_tokens or enlarge the cache" in message
-    del llm
-    gc.collect()
-    wait_until(lambda: gone(pid))  # given up without `close`
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            plain = subject.llm(pages=4)
+        message = refusal_of_a_long_request(llm)
+        with pytest.raises(RequestError) as here:
+            plain.generate(["a"], SamplingParams(max_tokens=80, temperature=0), use_tqdm=False)
+        assert f"prompts[0]: {message}" == str(here.value)
+        assert "lower max_tokens or enlarge the cache" in message
+        del llm
+        gc.collect()
+        wait_until(lambda: gone(pid))  # given up without `close`
+    finally:
+        link.close()
 
 
 def refusal_of_a_long_request(llm: AsyncLLM) -> str:
