@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from modelrunner.llm import LLM
     from modelrunner.plugin_manager import PluginManager
     from modelrunner.plugins.bench.measure import Result
+    from modelrunner.plugins.bench.memory import MemoryMeter
 
 COMPARED = ("transformers",)
 STATISTICS = ("median", "best")
@@ -69,10 +70,11 @@ def run(args: argparse.Namespace, manager: PluginManager) -> int:
     if args.threads:
         torch.set_num_threads(args.threads)
     meter = MemoryMeter()
-    results = measure_all(args, manager, meter)
-    for result in results:
+    results = []
+    for result in measure_all(args, manager, meter):
+        results.append(result)
         lines = (json.dumps(line) for line in report.objects(result)) if args.json else report.text(result)
-        print("\n".join(lines))
+        print("\n".join(lines), flush=True)  # each as soon as it is known: they take minutes
     if not args.json:
         print(report.closing(results[0].setting, meter.process_peak))
     if args.plot:
@@ -82,8 +84,8 @@ def run(args: argparse.Namespace, manager: PluginManager) -> int:
     return 0
 
 
-def measure_all(args: argparse.Namespace, manager: PluginManager, meter: Any) -> list[Result]:
-    """Load the engines once and run each scenario."""
+def measure_all(args: argparse.Namespace, manager: PluginManager, meter: MemoryMeter) -> Iterator[Result]:
+    """Load the engines once and run each scenario, one after the other."""
     from modelrunner.llm import LLM
     from modelrunner.plugins.bench.engines import BenchEngine, OurEngine, TransformersEngine
     from modelrunner.plugins.bench.measure import measure
@@ -99,7 +101,8 @@ def measure_all(args: argparse.Namespace, manager: PluginManager, meter: Any) ->
                 engines.append(TransformersEngine(llm.card, llm.engine.runner.parts.dtype))
         vocab_size, about = llm.engine.assembly.needs.vocab_size, describe(llm)
         options = {"repeat": args.repeat, "statistic": args.statistic, "setting": about}
-        return [measure(scenario, scenario.jobs(vocab_size, args.seed), engines, meter, **options) for scenario in scenarios]
+        for scenario in scenarios:
+            yield measure(scenario, scenario.jobs(vocab_size, args.seed), engines, meter, **options)
 
 
 def sized(given: Mapping[str, Any], manager: PluginManager, scenarios: Sequence[Scenario]) -> dict[str, Any]:
