@@ -10,6 +10,7 @@ import torch
 from modelrunner.device import Device, Event, PinnedBuffer
 
 CACHE_SHARE = 0.25  # of the free memory: a host has other work to do
+CACHE_MOST = 2 << 30  # bytes that the cache takes unasked: allocating them writes them
 
 
 class Done:
@@ -49,8 +50,8 @@ class CpuDevice(Device):
         return free, total * page
 
     def cache_budget(self, memory_fraction: float) -> int:
-        """A quarter of what is free, whatever the fraction."""
-        return int(self.memory()[0] * CACHE_SHARE)
+        """A quarter of what is free, at most 2 GiB, whatever the fraction."""
+        return min(int(self.memory()[0] * CACHE_SHARE), CACHE_MOST)
 
 
 def copy_bytes(source: torch.Tensor, target: PinnedBuffer) -> None:
