@@ -243,6 +243,10 @@ class BuildContext:
 
 
 Tap = Callable[[str, torch.Tensor], torch.Tensor]
+"""The function that `forward` calls at each of its tap points: (point, hidden [T, H]) -> hidden, perhaps changed.
+
+Not `modelrunner.taps.Tap`, which `modelrunner.Tap` names: that is the class of what a plugin brings to be called at such points.
+"""
 
 
 class ModelState(ABC):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
+from difflib import SequenceMatcher, get_close_matches
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from modelrunner.settings import RunnerSettings
 
 T = TypeVar("T")
+LOOKS_ALIKE = 0.88  # of two architectures without "ForCausalLM": "Lama" does look like "Llama", "Mixtral" not like "Mistral"
 
 
 @dataclass(frozen=True)
@@ -128,9 +130,10 @@ def _pin_unknown(question: Question) -> str:
     offered = ", ".join(names) or "nothing"
     setting = question.pinned_by or f"pin.{question.hook}"
     lines = [f"{setting} = {question.pin!r}, but no plugin offers that for {question.subject}. Offered: {offered}."]
-    near = get_close_matches(question.pin or "", names, n=1)
+    near = near_names([question.pin or ""], names, n=1)
     if near:
         lines.append(f"Did you mean {near[0]!r}?")
+    lines += _near_line(question)
     pinned_failures = [f for f in question.broken if question.pin is not None and f.matches(question.pin)]
     lines += [f"The pinned {failure}" for failure in pinned_failures]
     return "\n".join([*lines, *heard(question, skip=pinned_failures)])
@@ -156,13 +159,54 @@ def _fallback_refused(question: Question, offer: Offer[Any]) -> str:
 def nothing_fits(question: Question) -> str:
     """The error text for a question that got no offer: who declined and why, who is broken or disabled, what is installed, near names."""
     lines = [f"No plugin offers a {question.hook} for {question.subject}."]
-    known = sorted({name for asked in question.answers for a in asked.answers if isinstance(a, Decline) for name in a.accepts})
-    near = [match for name in question.wanted for match in get_close_matches(name, known, n=3)]
-    if near:
-        lines.append(f"Near names: {', '.join(dict.fromkeys(near))}.")
+    lines += _near_line(question)
     lines += heard(question)
     lines.append("Install a plugin for it, or pass one as LLM(plugins=[...]) or -p MODULE; `modelrunner plugins` lists what is installed.")
     return "\n".join(lines)
+
+
+def near_names(wanted: Iterable[str], known: Iterable[str], n: int = 3) -> list[str]:
+    """Those of `known` that resemble a name of `wanted`, whatever the case of either: up to `n` for each, the nearest first."""
+    spelt: dict[str, list[str]] = {}
+    for name in sorted(set(known)):
+        spelt.setdefault(name.casefold(), []).append(name)
+    near = [name for want in wanted for match in get_close_matches(want.casefold(), spelt, n=n) for name in spelt[match]]
+    return list(dict.fromkeys(near))
+
+
+def _near_line(question: Question) -> list[str]:
+    """A line with the names in declines' `accepts` that resemble what is wanted; none when nothing does, or what is wanted is there."""
+    known = {name for asked in question.answers for a in asked.answers if isinstance(a, Decline) for name in a.accepts}
+    near = [name for name in near_names(question.wanted, known) if name not in question.wanted]
+    return [f"Near names: {', '.join(near)}."] if near else []
+
+
+def near_miss(question: Question, offer: Offer[Any]) -> str:
+    """One line when the fallback `offer` wins, unpinned, while a plugin that declined accepts a name spelt nearly as what is wanted.
+
+    Empty otherwise. Stricter than `near_names`: another version (`Orchid2ForCausalLM`) is no misspelling.
+    """
+    if offer.fit != "fallback" or question.pin is not None:
+        return ""
+    declines = [(asked.plugin, name) for asked in question.answers for a in asked.answers if isinstance(a, Decline) for name in a.accepts]
+    for wanted in question.wanted:
+        for plugin, name in declines:
+            if name not in question.wanted and _look_alike(wanted, name):
+                return (
+                    f"the fallback {offer.name!r} runs {question.subject}, because {plugin} declined; it accepts {name!r}, which is nearly "
+                    f"{wanted!r}: names must be equal, upper and lower case too"
+                )
+    return ""
+
+
+def _look_alike(one: str, other: str) -> bool:
+    """Whether one architecture may be a misspelling of the other."""
+    if re.findall(r"\d+", one) != re.findall(r"\d+", other):
+        return False
+    stems = [name.casefold().removesuffix("forcausallm") for name in (one, other)]
+    if len({len(name) - len(stem) for name, stem in zip((one, other), stems, strict=True)}) > 1:
+        return False  # a model_type is no misspelt architecture
+    return SequenceMatcher(None, *stems).ratio() >= LOOKS_ALIKE
 
 
 def heard(question: Question, skip: Sequence[PluginFailure] = ()) -> list[str]:

@@ -164,13 +164,16 @@ class PluginManager:
     def choose(self, hook: str, *, pin: str | None = None, pinned_by: str = "", **arguments: Any) -> Choice[Any]:
         """The best offer for `hook`, or the one that `pin` names (an offer's name, or a plugin's). pinned_by: the setting it comes from.
 
-        Warns of plugins that failed, once per process. Raises PluginError when nothing fits, offers tie, or only a fallback is left
-        while a plugin is broken.
+        Warns of plugins that failed, and of a fallback that won although a plugin accepts a nearly equal name; once per process. Raises
+        PluginError when nothing fits, offers tie, or only a fallback is left while a plugin is broken.
         """
         answers = self.ask(hook, **arguments)
-        choice = plugin_choice.choose(self.question(hook, pin, answers, arguments, pinned_by))
+        question = self.question(hook, pin, answers, arguments, pinned_by)
+        choice = plugin_choice.choose(question)
         self._raise_if_strict([str(a.failure) for a in answers if a.failure is not None])
         self.warn_failures()
+        if notice := plugin_choice.near_miss(question, choice.offer):
+            warn_once(notice)
         self._chosen.add(choice.plugin)
         return choice
 

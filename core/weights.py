@@ -30,6 +30,9 @@ class Target:
     path: dotted path of a `Linear` or a parameter in the module, e.g. `layers.3.qkv`. part: which part of a fused Linear; None for a
     tensor that holds all of them, in order. kind: `weight` or `bias` of a Linear; `parameter` for a plain parameter or buffer.
     transform: applied first, e.g. a row permutation. shard_dim: dimension that is split over devices, None for a replicated tensor.
+
+    Only a Linear has parts: several checkpoint tensors cannot be parts of one plain parameter. Keep them in an `nn.ParameterList`, with a
+    target `experts.0`, `experts.1`, ... each; a `transform` sees one tensor, so it stacks or cuts only what that one tensor holds.
     """
 
     path: str
@@ -96,9 +99,7 @@ def store(module: nn.Module, target: Target, tensor: torch.Tensor) -> None:
     if target.transform is not None:
         tensor = target.transform(tensor)
     if target.kind != "parameter":
-        layer = module.get_submodule(target.path)
-        if not isinstance(layer, Linear):
-            raise ValueError(f"{target.path} is a {type(layer).__name__}; {target.kind} targets need a Linear")
+        layer = linear_at(module, target)
         for part, rows in parts_of(layer, target.part, tensor):
             layer.load(part, rows, target.kind)
         return
@@ -107,6 +108,22 @@ def store(module: nn.Module, target: Target, tensor: torch.Tensor) -> None:
     if parameter.shape != tensor.shape:
         raise ValueError(f"shape {tuple(tensor.shape)}; {tuple(parameter.shape)} is needed")
     parameter.data.copy_(tensor)
+
+
+def linear_at(module: nn.Module, target: Target) -> Linear:
+    """The Linear at the target's path. Raises ValueError, with the target that would do if a plain parameter is meant."""
+    owner, _, leaf = target.path.rpartition(".")
+    holder = module.get_submodule(owner)
+    if isinstance(getattr(holder, leaf, None), torch.Tensor):
+        raise ValueError(
+            f"{target.path} is a plain parameter; {target.kind} targets need a Linear. Write Target({target.path!r}, kind='parameter')"
+        )
+    layer = module.get_submodule(target.path)
+    if isinstance(layer, Linear):
+        return layer
+    own = [name for name, _ in (*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False))]
+    hint = f". For its plain parameter write Target({f'{target.path}.{own[0]}'!r}, kind='parameter')" if own else ""
+    raise ValueError(f"{target.path} is a {type(layer).__name__}; {target.kind} targets need a Linear{hint}")
 
 
 def parts_of(layer: Linear, part: int | None, tensor: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
@@ -155,8 +172,8 @@ def load_tensors(
                 unexpected.append(name)
             for target in weight_map.names.get(name, ()):
                 try:
-                    unfilled -= filled_by(module, target)
                     store(module, target, tensor)
+                    unfilled -= filled_by(module, target)
                 except (ValueError, RuntimeError, AttributeError) as error:
                     misfits.append(f"{name} -> {target.path}: {error}")
             del tensor  # before the next one is read

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from modelrunner.cli import Command
 from modelrunner.errors import ModelRunnerError
 from modelrunner.offers import Decline
-from modelrunner.plugin_choice import Asked, Choice, choose, pin_of
+from modelrunner.plugin_choice import Asked, Choice, choose, near_miss, pin_of
 from modelrunner.plugin_manager import PluginManager
 
 if TYPE_CHECKING:
@@ -124,7 +124,8 @@ class Report:
             choice, outcome = None, f"  no winner: {' '.join(gist)}"
         else:
             assert choice is not None
-            outcome = f"  winner: {choice.offer.name} of {choice.plugin}"
+            notice = near_miss(question, choice.offer)
+            outcome = f"  winner: {choice.offer.name} of {choice.plugin}" + (f"\n  notice: {notice}" if notice else "")
         return choice, [*lines, *(line for asked in answers for line in _said(asked)), outcome]
 
 

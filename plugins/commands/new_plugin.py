@@ -25,6 +25,7 @@ KINDS: Mapping[str, str] = {
 }
 NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 SUFFIX = ".tmpl"
+MUST_EQUAL = "It must equal the entry of `architectures` in config.json, upper and lower case too"
 
 
 def command() -> Command:
@@ -35,29 +36,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", metavar="NAME", help="name of the plugin, e.g. orchid; its package is then modelrunner-orchid")
     parser.add_argument("--kind", required=True, choices=list(KINDS), help="what the plugin supplies")
     parser.add_argument(
+        "--architecture",
+        metavar="NAME",
+        default="",
+        help="model-state: the entry of `architectures` in config.json to bid for, case counting; guessed from NAME by default",
+    )
+    parser.add_argument(
         "--into", metavar="FOLDER", type=Path, default=Path(), help="folder to write modelrunner-NAME into; here by default"
     )
 
 
 def run(args: argparse.Namespace, manager: PluginManager) -> int:
     """Write the package and say what to do next. Raises PluginError, and leaves nothing behind, for a name or a folder that is taken."""
-    words = words_for(args.name, args.kind, manager)
+    words = words_for(args.name, args.kind, manager, args.architecture)
     folder = Path(args.into) / words["distribution"]
     write(folder, render(args.kind, words))
     print(f"{folder}:")
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         print(f"  {path.relative_to(folder)}")
+    if args.kind == "model-state" and not args.architecture:
+        print(f"\n{words['architecture']} is a guess. {MUST_EQUAL}:")
+        print(f"set ARCHITECTURES in {words['module']}/__init__.py and its name in the tests, or write it anew with --architecture.")
     print(f"\nNext, in {folder}:\n  pip install -e '.[test]'\n  pytest\n  modelrunner plugins")
     return 0
 
 
-def words_for(name: str, kind: str, manager: PluginManager) -> dict[str, str]:
-    """What the templates' `$words` stand for. Raises PluginError when `name` cannot be used, saying why."""
+def words_for(name: str, kind: str, manager: PluginManager, architecture: str = "") -> dict[str, str]:
+    """What the templates' `$words` stand for. architecture: empty for a guess. Raises PluginError when one cannot be used, saying why."""
     if not NAME.fullmatch(name):
         raise PluginError(f"NAME is {name!r}; accepted: lower-case letters and digits, a letter first, words parted by single hyphens")
     taken = {info.entry_point: info for info in manager.describe()}.get(name)
     if taken is not None:
         raise PluginError(f"NAME is {name!r}, which is already a plugin of {taken.distribution} {taken.version}; choose another name")
+    if architecture and kind != "model-state":
+        raise PluginError(f"--architecture is {architecture!r}, but a plugin of kind {kind!r} has none; leave it out")
+    if architecture and not (architecture.isascii() and architecture.isidentifier()):
+        raise PluginError(f"--architecture is {architecture!r}; accepted: a class name, as in config.json, e.g. OrchidForCausalLM")
     title = "".join(part.capitalize() for part in name.split("-"))
     section, major = name.replace("-", "_"), int(API_VERSION.partition(".")[0])
     return {
@@ -66,7 +80,9 @@ def words_for(name: str, kind: str, manager: PluginManager) -> dict[str, str]:
         "module": f"modelrunner_{section}",
         "section": section,
         "title": title,
-        "architecture": f"{title}ForCausalLM",
+        "architecture": architecture or f"{title}ForCausalLM",
+        "architecture_note": f"# {MUST_EQUAL}." if architecture else f"# A guess. {MUST_EQUAL}.",
+        "architecture_line": f"{MUST_EQUAL}." if architecture else f"That name is a guess. {MUST_EQUAL}.",
         "about": KINDS[kind],
         "api": f">={API_VERSION},<{major + 1}",
     }

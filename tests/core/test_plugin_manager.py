@@ -155,6 +155,50 @@ def test_nothing_fits_tells_who_said_what_and_near_names() -> None:
         assert part in text
 
 
+def declining(accepts: str, **more: Any) -> types.ModuleType:
+    return plugin("mine", model_state=lambda card: Decline("another architecture", (accepts,)), **more)
+
+
+def wants(architecture: str) -> ModelCard:
+    return ModelCard("m", Path("m"), "dummy", (architecture,), "llama")
+
+
+@pytest.mark.parametrize("pin", [None, "mine"])
+def test_near_names_are_found_whatever_the_case(pin: str | None) -> None:
+    with pytest.raises(PluginError, match=r"Near names: ORCHIDForCausalLM\."):
+        load(declining("ORCHIDForCausalLM")).choose("model_state", pin=pin, card=wants("orchidforcausallm"), settings=None)
+
+
+def test_a_pin_is_compared_whatever_its_case() -> None:
+    assert "Did you mean 'cpu'?" in refused(load(offering("a", "cpu")), "CPU")
+
+
+FALLBACK = plugin("any", model_state=lambda card: Offer("any", lambda: None, "fallback"))
+
+
+@pytest.mark.parametrize(("accepts", "wanted"), [("OrchidForCausalLM", "ORCHIDForCausalLM"), ("LlamaForCausalLM", "LamaForCausalLM")])
+def test_a_fallback_that_wins_over_a_near_name_is_told(accepts: str, wanted: str) -> None:
+    with pytest.warns(PluginWarning, match=f"argument:mine declined; it accepts '{accepts}', which is nearly '{wanted}'") as caught:
+        assert load(declining(accepts), FALLBACK).choose("model_state", card=wants(wanted), settings=None).offer.name == "any"
+    assert "\n" not in str(caught[0].message)
+
+
+@pytest.mark.parametrize(
+    ("accepts", "wanted", "pin"),
+    [
+        ("Gemma3ForCausalLM", "Gemma2ForCausalLM", None),  # another version
+        ("MistralForCausalLM", "MixtralForCausalLM", None),  # another family
+        ("LlamaForCausalLM", "OrchidForCausalLM", None),  # the card's model_type is llama
+        ("OrchidForCausalLM", "OrchidForCausalLM", None),  # declined for another reason
+        ("OrchidForCausalLM", "ORCHIDForCausalLM", "any"),  # asked for
+    ],
+)
+def test_a_fallback_that_is_right_is_not_remarked_on(accepts: str, wanted: str, pin: str | None) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load(declining(accepts), FALLBACK).choose("model_state", pin=pin, card=wants(wanted), settings=None)
+
+
 # Loading what was chosen
 
 

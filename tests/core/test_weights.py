@@ -129,3 +129,32 @@ def test_progress_is_quiet_without_a_terminal(capfd):
     assert capfd.readouterr().err == ""
     load_tensors(Small(), MAP, tensors().items(), progress=True)
     assert "Loading weights" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("part", [0, None])
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("embed", "embed is a plain parameter; weight targets need a Linear. Write Target('embed', kind='parameter')"),
+        ("norm.weight", "norm.weight is a plain parameter; weight targets need a Linear. Write Target('norm.weight', kind='parameter')"),
+        (
+            "norm",
+            "norm is a LayerNorm; weight targets need a Linear. For its plain parameter write Target('norm.weight', kind='parameter')",
+        ),
+    ],
+)
+def test_a_parameter_under_the_default_kind_is_told_its_own(path, message, part):
+    module = Small()
+    module.norm = nn.LayerNorm(3)
+    with pytest.raises(CheckpointError) as error:
+        load_tensors(module, WeightMap({"given": (Target(path, part),)}), [("given", torch.zeros(3))], progress=False)
+    assert message in str(error.value)
+
+
+def test_a_parameter_list_takes_several_tensors():
+    """What several tensors of a checkpoint fill, as `Target` says."""
+    module = nn.Module()
+    module.experts = nn.ParameterList(torch.zeros(2) for _ in range(3))
+    names = {f"expert{i}": (Target(f"experts.{i}", kind="parameter"),) for i in range(3)}
+    load_tensors(module, WeightMap(names), [(f"expert{i}", torch.full((2,), float(i))) for i in range(3)], progress=False)
+    assert [parameter[0].item() for parameter in module.experts] == [0, 1, 2]

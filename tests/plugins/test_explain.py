@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from modelrunner.checkpoint import ModelCard
 from modelrunner.hookspecs import hookimpl
-from modelrunner.offers import Offer
+from modelrunner.offers import Decline, Offer
 from modelrunner.plugin_manager import PluginManager
 from modelrunner.plugins.commands import explain
+from modelrunner.settings import load_settings
 from modelrunner.testing import ByteTokenizerPlugin, ScriptedPlugin, mixed, tiny_dense
 
 HOOKS = ["model_source", "checkpoint_readers", "model_config", "tokenizer", "model_state", "device", "linear_scheme", "attention_backend"]
@@ -88,3 +90,23 @@ def test_a_name_in_the_lists_that_is_no_plugin_is_told(capsys: pytest.CaptureFix
     manager = PluginManager.load([ByteTokenizerPlugin()], {"MODELRUNNER_DISABLE_PLUGINS": "demo_modl"})
     explain.run(Namespace(model=str(tiny_dense()), settings={"device": "cpu"}), manager)
     assert "warning: MODELRUNNER_DISABLE_PLUGINS names 'demo_modl', which is not installed. Did you mean" in capsys.readouterr().out
+
+
+def test_a_fallback_that_wins_over_a_near_name_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    class Near:
+        @hookimpl
+        def model_state(self, card: object) -> Decline:
+            return Decline("another architecture", accepts=("SCRIPTEDForCausalLM",))
+
+    class Fallback:
+        @hookimpl
+        def model_state(self, card: object) -> Offer[object]:
+            return Offer("any", lambda: None, "fallback")
+
+    manager = PluginManager.load([Near(), Fallback()], {}, discover=False)
+    card = ModelCard("m", Path("m"), "dummy", ("ScriptedForCausalLM",), "scripted")
+    _, lines = explain.Report(manager, load_settings()).ask("model_state", card=card, settings=None)
+    text = "\n".join(lines)
+    assert "  winner: any of " in text
+    assert "  notice: the fallback 'any' runs" in text
+    assert "it accepts 'SCRIPTEDForCausalLM', which is nearly 'ScriptedForCausalLM'" in text

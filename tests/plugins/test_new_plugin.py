@@ -141,3 +141,24 @@ def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_an_unknown_kind_is_told_the_kinds(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["new-plugin", "orchid", "--kind", "engine"]) == 2
     assert "model-state" in capsys.readouterr().err
+
+
+def test_an_architecture_is_guessed_unless_it_is_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for folder, given in (("guessed", []), ("given", ["--architecture", "NightORCHIDForCausalLM"])):
+        assert cli.main(["new-plugin", "night-orchid", "--kind", "model-state", "--into", str(tmp_path / folder), *given]) == 0
+        package, out = tmp_path / folder / "modelrunner-night-orchid", capsys.readouterr().out
+        plugin = (package / "modelrunner_night_orchid" / "__init__.py").read_text()
+        name = given[-1] if given else "NightOrchidForCausalLM"
+        assert f'ARCHITECTURES = ("{name}",)' in plugin
+        assert "It must equal the entry of `architectures` in config.json, upper and lower case too" in plugin
+        assert ("# A guess." in plugin) is (not given)
+        assert (f"{name} is a guess." in out) is (not given)
+        assert name in (package / "tests" / "test_modelrunner_night_orchid.py").read_text()
+
+
+@pytest.mark.parametrize(("kind", "name", "message"), [("model-state", "a b", "accepted: a class name"), ("observer", "X", "has none")])
+def test_an_architecture_that_cannot_be_is_refused(
+    kind: str, name: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["new-plugin", "orchid", "--kind", kind, "--architecture", name, "--into", str(tmp_path)]) == 2
+    assert message in capsys.readouterr().err

@@ -13,8 +13,17 @@ from modelrunner.testing.conformance.lab import Lab, Reference, transformers_che
 from modelrunner.testing.conformance.trace import StepTrace
 
 
-def _explain(number: int, got: Mapping[int, torch.Tensor]) -> Callable[[str], str]:
-    return lambda text: f"logits of prompt {number} at positions {sorted(got)} against the reference: {text}"
+def _explain(number: int, places: Sequence[int], got: torch.Tensor, want: torch.Tensor, tolerance: float) -> Callable[[str], str]:
+    """What `assert_close` is to say: which of the compared `places` differ first, and how many do. got, want: [places, vocabulary]."""
+
+    def explain(text: str) -> str:
+        if got.shape != want.shape:
+            return f"logits of prompt {number} against the reference: {text}"
+        differ = (~torch.isclose(got, want, rtol=tolerance, atol=tolerance)).any(-1).nonzero()[:, 0].tolist()
+        where = f"differ first at position {places[differ[0]]}, and at {len(differ)} of {len(places)} positions" if differ else "differ"
+        return f"logits of prompt {number} {where}, from the reference's: {text}"
+
+    return explain
 
 
 class StateCase:
@@ -51,13 +60,14 @@ class StateCase:
             want = self.lab.reference(0)([*prompt, *output]).float()
             got = trace.logits[str(number)]
             assert sorted(got)[-1] == len(prompt) + len(output) - 2, "a trace ends at the last token that something was sampled after"
-            places = torch.tensor(sorted(got))
+            places = sorted(got)
+            ours, theirs = torch.stack([got[place] for place in places]), want[places]
             torch.testing.assert_close(
-                torch.stack([got[int(place)] for place in places]),
-                want[places],
+                ours,
+                theirs,
                 rtol=self.tolerance,
                 atol=self.tolerance,
-                msg=_explain(number, got),
+                msg=_explain(number, places, ours, theirs, self.tolerance),
             )
 
     @property
