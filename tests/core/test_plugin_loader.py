@@ -52,7 +52,7 @@ def test_a_broken_plugin_is_reported_with_its_origin_and_the_good_one_loads(plug
     (failure,) = [f for f in manager.failures if f.plugin == "acme-import-error:npu"]
     for part in ("'npu'", "'modelrunner'", "acme-import-error 0.3.0", "RuntimeError: libnpu.so.7 is missing"):
         assert part in str(failure)
-    assert found(manager)["acme-good:good"].hooks == ("cli_commands", "model_state", "kernels")
+    assert found(manager)["acme-good:good"].hooks == ("cli_commands", "kernels", "model_state")
 
 
 def test_a_failing_module_is_executed_once_per_process(plugin_site: PluginSite, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.olmo2.modeling_olmo2 import Olmo2MLP, Olmo2Model
 
 from modelrunner import LLM, SamplingParams
-from modelrunner.errors import CheckpointError
+from modelrunner.errors import CheckpointError, PluginError
 from modelrunner.model_state import FullAttention, SlidingWindow
 from modelrunner.testing.conformance.lab import transformers_checkpoint
 from tests.model_states.transformers.configs import config
@@ -162,7 +162,7 @@ def test_nothing_is_left_changed_after_a_failure(save: Callable[..., Path], unch
     (folder / "config.json").write_text(
         json.dumps(config | {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}})
     )
-    with pytest.raises(ValueError, match="stretches rotary positions"):
+    with pytest.raises(PluginError, match="stretches rotary positions"):
         engine(folder)
 
 
@@ -188,7 +188,7 @@ def test_engines_in_two_threads_do_not_meet(save: Callable[..., Path]) -> None:
 def test_a_layer_that_looks_at_its_neighbour_is_found(save: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     plain = Olmo2MLP.forward
     monkeypatch.setattr(Olmo2MLP, "forward", lambda self, x: plain(self, x + x.roll(1, dims=1)))
-    with pytest.raises(ValueError, match="depends on its neighbours"):
+    with pytest.raises(PluginError, match="depends on its neighbours"):
         engine(save("olmo2"))
 
 
@@ -202,5 +202,5 @@ def test_an_input_besides_embeddings_is_found(save: Callable[..., Path], monkeyp
 
     forward.__signature__ = inspect.signature(plain)  # type: ignore[attr-defined]
     monkeypatch.setattr(Olmo2Model, "forward", forward)
-    with pytest.raises(ValueError, match="more of its input than the embeddings"):
+    with pytest.raises(PluginError, match="more of its input than the embeddings"):
         engine(save("olmo2"))
