@@ -203,10 +203,11 @@ def _look_alike(one: str, other: str) -> bool:
     """Whether one architecture may be a misspelling of the other."""
     if re.findall(r"\d+", one) != re.findall(r"\d+", other):
         return False
-    stems = [name.casefold().removesuffix("forcausallm") for name in (one, other)]
-    if len({len(name) - len(stem) for name, stem in zip((one, other), stems, strict=True)}) > 1:
+    suffix = "forcausallm"
+    first, second = one.casefold(), other.casefold()
+    if first.endswith(suffix) != second.endswith(suffix):
         return False  # a model_type is no misspelt architecture
-    return SequenceMatcher(None, *stems).ratio() >= LOOKS_ALIKE
+    return SequenceMatcher(None, first.removesuffix(suffix), second.removesuffix(suffix)).ratio() >= LOOKS_ALIKE
 
 
 def heard(question: Question, skip: Sequence[PluginFailure] = ()) -> list[str]:
