@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a model may say what a terminal of another encoding cannot show
     head, rest = _head_parser().parse_known_args(sys.argv[1:] if argv is None else list(argv))
-    with _plain_warnings():
+    with _plain_warnings(), _current_folder_on_path(head.plugins):
         try:
             return _run(head, rest)
         except ModelRunnerError as error:
@@ -78,7 +78,6 @@ def _run(head: argparse.Namespace, rest: list[str]) -> int:
     if rest[:1] == ["--version"]:
         print(f"modelrunner {modelrunner.__version__}")
         return 0
-    sys.path[:] = sys.path if not head.plugins or "" in sys.path else ["", *sys.path]  # -p finds modules in the current folder
     manager = PluginManager.load(head.plugins, strict=False)
     commands = collect_commands(manager)
     parser = argparse.ArgumentParser(
@@ -214,6 +213,19 @@ def _unknown_option(option: str, known: Collection[str], own: Collection[str]) -
     near = get_close_matches(option, {*flags, *own}, n=3)
     hint = f"near names are {', '.join(near)}" if near else f"flat names are {', '.join(sorted(flags))}"
     return SettingsError(f"unknown option {option!r}: neither an option of this command nor a setting (--section.name VALUE); {hint}")
+
+
+@contextmanager
+def _current_folder_on_path(plugins: Sequence[str]) -> Iterator[None]:
+    """Where the modules of -p are found; the path is left as it was."""
+    added = bool(plugins) and "" not in sys.path
+    if added:
+        sys.path.insert(0, "")
+    try:
+        yield
+    finally:
+        if added and "" in sys.path:
+            sys.path.remove("")
 
 
 @contextmanager

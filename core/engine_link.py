@@ -35,6 +35,7 @@ from modelrunner.text import Tokenizer
 
 BOOTSTRAP = "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); from modelrunner.engine_process import main; sys.exit(main())"
 POLL_MS = 200  # at most this long after its end is a process found to be gone
+RECONNECT_MS = 20
 GRACE_SECONDS = 10.0
 
 
@@ -60,9 +61,12 @@ class EngineLink:
         self._folder = Path(tempfile.mkdtemp(prefix="modelrunner-"))  # only for this user: whoever can open the sockets can use the engine
         self._context = zmq.Context()
         self._commands, self._reports = self._context.socket(zmq.PUSH), self._context.socket(zmq.PULL)
-        for name, socket in (("commands", self._commands), ("reports", self._reports)):
+        for socket in (self._commands, self._reports):
             socket.set_hwm(0)
-            socket.bind(f"ipc://{self._folder / name}")
+        # A socket that connects has a queue even while the process is not there; one that binds has none then, and sending waits.
+        self._commands.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
+        self._commands.connect(f"ipc://{self._folder / 'commands'}")
+        self._reports.bind(f"ipc://{self._folder / 'reports'}")
         self._thread = threading.Thread(target=self._run, name="modelrunner-engine", daemon=True)
         self._thread.start()
 

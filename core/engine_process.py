@@ -291,10 +291,11 @@ def main(stdin: BinaryIO | None = None) -> int:
     end_with_parent(start.parent, stream.fileno())
     context = zmq.Context()
     inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
-    for socket, address in ((inbox, start.commands), (outbox, start.reports)):
+    for socket in (inbox, outbox):
         socket.set_hwm(0)
         socket.setsockopt(zmq.LINGER, LINGER_MS)
-        socket.connect(address)
+    inbox.bind(start.commands)
+    outbox.connect(start.reports)
     status = 0
     try:
         serve(start, inbox, outbox)

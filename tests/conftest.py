@@ -19,10 +19,6 @@ for _name in [name for name in os.environ if name.upper().startswith("MODELRUNNE
     del os.environ[_name]
 
 
-if "PYTEST_XDIST_WORKER" in os.environ:  # such a process is started with `python -c`, which puts the repository root on the path
-    sys.path[:] = [entry for entry in sys.path if entry not in ("", os.getcwd())]
-
-
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     """The same random numbers in whatever order the tests run; torch is seeded only where it is already there."""

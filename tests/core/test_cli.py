@@ -61,8 +61,10 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
 @pytest.mark.parametrize("before", [True, False])
 def test_a_module_brings_commands_wherever_p_stands(acme: str, before: bool, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["-p", acme, "echo", "hi"] if before else ["echo", "hi", "-p", acme]
+    path = list(sys.path)
     code, out, _ = run(capsys, *arguments)
     assert (code, json.loads(out)) == (7, ["hi", None, {}, [acme]])
+    assert sys.path == path, "the current folder is on it only while the command runs"
 
 
 def test_settings_and_own_options_mix(acme: str, capsys: pytest.CaptureFixture[str]) -> None:

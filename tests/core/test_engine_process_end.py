@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from engine_world import Tamper, engine_processes, gone, last, outputs, run, sta
 
 from modelrunner import AsyncLLM, SamplingParams
 from modelrunner.errors import EngineError
+from modelrunner.messages import Abort
 from modelrunner.testing import P, dense
 
 LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
@@ -107,6 +109,20 @@ def test_close_ends_a_stopped_process_and_its_requests(tmp_path: Path) -> None:
     assert gone(pid)
     assert llm.problem() == "the engine was closed"
     llm.close()  # once more: nothing to do
+
+
+@pytest.mark.timeout(120)
+def test_nothing_waits_for_a_process_that_has_gone() -> None:
+    """Commands that are sent after its end, and before the end was noticed."""
+    llm = start()
+    link = llm._link
+    with link._lock:  # the thread that follows the process cannot get further than finding it gone
+        assert link._process is not None
+        link._process.kill()
+        link._process.wait()
+        time.sleep(1)  # the sockets notice
+        link._send(Abort(0))
+    llm.close()
 
 
 def test_leaving_the_block_closes_it_cleanly() -> None:
