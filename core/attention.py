@@ -41,6 +41,20 @@ class AttentionMeta:
     block_table: torch.Tensor
 
 
+@dataclass(frozen=True)
+class Rotary:
+    """What happens to queries and keys between the projection and attention.
+
+    cos_sin: [T, R] float32 for the step's positions, as in the operation `apply_rope`. q_norm, k_norm: weights [head_dim] of RMS norms over
+    each head, both or none. eps: of these norms.
+    """
+
+    cos_sin: torch.Tensor
+    q_norm: torch.Tensor | None = None
+    k_norm: torch.Tensor | None = None
+    eps: float = 0.0
+
+
 def attention_meta(group: CacheGroup, batch: Batch) -> AttentionMeta:
     """The core's own metadata for `group`: views of the batch."""
     return AttentionMeta(
@@ -91,6 +105,18 @@ class AttentionBackend(ABC):
         Returns [T, num_heads * head_dim] in q's dtype; rows of invalid tokens are finite.
         """
 
+    def attend_qkv(self, qkv: torch.Tensor, rotary: Rotary, layer: int, step: Any, sinks: torch.Tensor | None = None) -> torch.Tensor:
+        """D. `attend` from the projection's output: norm and rotate queries and keys first. A backend may do all of it in fewer passes.
+
+        qkv: [T, (num_heads + 2 * num_kv_heads) * head_dim]: queries, keys, values. The rest as in `attend`.
+        """
+        heads, kv_heads, dim = self.group.num_heads, self.group.num_kv_heads, self.group.head_dim
+        q, k, v = (part.unflatten(-1, (-1, dim)) for part in qkv.split((heads * dim, kv_heads * dim, kv_heads * dim), -1))
+        if rotary.q_norm is not None:
+            q, k = self.ops.rms_norm(q, rotary.q_norm, rotary.eps), self.ops.rms_norm(k, rotary.k_norm, rotary.eps)
+        q, k = self.ops.apply_rope(q, k, None, rotary.cos_sin)
+        return self.attend(q, k, v, layer, step, sinks)
+
 
 class NoAttention(AttentionBackend):
     """Stands for a backend where a cache group does not attend: the metadata is all that there is."""
@@ -128,17 +154,25 @@ class BoundAttention:
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, sinks: torch.Tensor | None = None) -> torch.Tensor:
         """Attention of the model's layer `layer`; shapes as in `AttentionBackend.attend`. Raises KeyError for a layer of another group,
         ValueError when the group declares sinks and none are given, or the other way round."""
+        place = self._place(layer, sinks)
+        if sinks is None:
+            return self.backend.attend(q, k, v, place, self._step)
+        return self.backend.attend(q, k, v, place, self._step, sinks)
+
+    def from_qkv(self, qkv: torch.Tensor, rotary: Rotary, layer: int, sinks: torch.Tensor | None = None) -> torch.Tensor:
+        """Attention from the projection's output, see `AttentionBackend.attend_qkv`. Raises as the call does."""
+        return self.backend.attend_qkv(qkv, rotary, self._place(layer, sinks), self._step, sinks)
+
+    def _place(self, layer: int, sinks: torch.Tensor | None) -> int:
         group = self.backend.group
         try:
             place = self.layer_index[layer]
         except KeyError:
             raise KeyError(f"layer {layer} is not in cache group {group.name!r}, which has the layers {list(self.layer_index)}") from None
-        if sinks is None and not getattr(group, "sinks", False):
-            return self.backend.attend(q, k, v, place, self._step)
-        if sinks is None or not group.sinks:
+        if (sinks is not None) != getattr(group, "sinks", False):
             declared, given = ("no sinks", "some") if sinks is not None else ("sinks", "none")
             raise ValueError(f"cache group {group.name!r} declares {declared}, but layer {layer} gives {given}; see FullAttention.sinks")
-        return self.backend.attend(q, k, v, place, self._step, sinks)
+        return place
 
 
 class ByGroup(dict[str, V]):

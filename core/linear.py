@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import cast
+from typing import Protocol, cast
 
 import torch
 from torch import nn
@@ -37,6 +37,25 @@ class LinearScheme(ABC):
     @abstractmethod
     def apply(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] -> [..., out_features], bias excluded, in x's dtype."""
+
+    def apply_normed(self, layer: Linear, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+        """`apply` to the norm of x. A scheme may do both in one pass."""
+        return self.apply(layer, self.ops.rms_norm(x, norm.weight, norm.eps))
+
+    def apply_added(self, layer: Linear, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """`residual` [..., out_features] plus `apply`, in a new tensor."""
+        return residual + self.apply(layer, x)
+
+    def apply_gated(self, layer: Linear, x: torch.Tensor, norm: Norm, activation: str) -> torch.Tensor:
+        """The gated activation of `apply_normed`, see `Linear.gated`."""
+        return cast(torch.Tensor, getattr(self.ops, activation)(self.apply_normed(layer, x, norm)))
+
+
+class Norm(Protocol):
+    """A root-mean-square norm as its consumer sees it: weight [size] and eps, as in the operation `rms_norm`."""
+
+    weight: nn.Parameter
+    eps: float
 
 
 class Linear(nn.Module):
@@ -96,6 +115,24 @@ class Linear(nn.Module):
         out = self.scheme.apply(self, x)
         return out if self.bias is None else out + self.bias
 
+    def normed(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+        """The layer's output for the norm of x: [..., in_features] -> [..., out_features]."""
+        out = self.scheme.apply_normed(self, x, norm)
+        return out if self.bias is None else out + self.bias
+
+    def added(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """`residual` plus the layer's output: [..., in_features], [..., out_features] -> [..., out_features], a new tensor."""
+        return self.scheme.apply_added(self, x, residual) if self.bias is None else residual + self(x)
+
+    def gated(self, x: torch.Tensor, norm: Norm, activation: str) -> torch.Tensor:
+        """activation of the output for the norm of x: [..., in_features] -> [..., out_features / 2].
+
+        activation: the operation that makes act(gate) * up of the layer's two parts, `silu_mul` or `gelu_tanh_mul`.
+        """
+        if self.bias is None:
+            return self.scheme.apply_gated(self, x, norm, activation)
+        return cast(torch.Tensor, getattr(self.scheme.ops, activation)(self.normed(x, norm)))
+
 
 class LinearFactory:
     """Makes the layers of one model: `ctx.linear(in_features, out, bias=False, tied=None)` -> Linear of the chosen scheme."""
@@ -129,6 +166,15 @@ class PlainScheme(LinearScheme):
 
     def apply(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
         return cast(torch.Tensor, self.ops.matmul(x, layer.weight))
+
+    def apply_normed(self, layer: Linear, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+        return cast(torch.Tensor, self.ops.norm_matmul(x, norm.weight, norm.eps, layer.weight))
+
+    def apply_added(self, layer: Linear, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        return cast(torch.Tensor, self.ops.matmul_add(x, layer.weight, residual))
+
+    def apply_gated(self, layer: Linear, x: torch.Tensor, norm: Norm, activation: str) -> torch.Tensor:
+        return cast(torch.Tensor, self.ops.norm_gated_matmul(x, norm.weight, norm.eps, layer.weight, activation))
 
 
 class Int8Scheme(LinearScheme):

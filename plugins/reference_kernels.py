@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING, Any
 from modelrunner.hookspecs import hookimpl
 
 if TYPE_CHECKING:
-    import torch
-
     from modelrunner.device import Device
-    from modelrunner.ops import Ops, Register
+    from modelrunner.ops import Register
 
 MODELRUNNER_API = ">=1,<2"
 
@@ -20,6 +18,7 @@ MODELRUNNER_API = ">=1,<2"
 def kernels(register: Register, device: Device) -> None:
     from modelrunner.kernels import activation, attention, batch, embedding, linear, norm, rope, sampling, table
     from modelrunner.ops import CLOSE
+    from modelrunner.plugins import fusions
 
     exact: dict[str, list[Callable[..., Any]]] = {
         "table": [table.apply_patch, table.update_state, table.write_record],
@@ -41,14 +40,8 @@ def kernels(register: Register, device: Device) -> None:
     register.op("greedy", sampling.greedy, area="sampling")
     register.op("sample", sampling.sample, area="sampling")
     register.op("gumbel_noise", sampling.gumbel_noise, area="sampling", tolerance=CLOSE)
-    register.fusion("add_rms_norm", ("rms_norm",), add_rms_norm)
-
-
-def add_rms_norm(ops: Ops) -> Callable[..., Any]:
-    """The plain chain of `add_rms_norm(x, residual, weight, eps) -> (normed, x + residual)`."""
-
-    def chain(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-        total = x + residual
-        return ops.rms_norm(total, weight, eps), total
-
-    return chain
+    register.fusion("add_rms_norm", ("rms_norm",), fusions.add_rms_norm)
+    register.fusion("norm_matmul", ("rms_norm", "matmul"), fusions.norm_matmul)
+    register.fusion("matmul_add", ("matmul",), fusions.matmul_add)
+    register.fusion("norm_gated_matmul", ("rms_norm", "matmul", "silu_mul", "gelu_tanh_mul"), fusions.norm_gated_matmul)
+    register.fusion("qkv_rope_write", ("rms_norm", "apply_rope", "indexed_write"), fusions.qkv_rope_write)

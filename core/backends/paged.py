@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 
-from modelrunner.attention import AttentionBackend, AttentionMeta
+from modelrunner.attention import AttentionBackend, AttentionMeta, Rotary
+
+
+class Step(NamedTuple):
+    """What the layers of a step share. slots: [T] int64 to write to. index: of the operation `attention_index`."""
+
+    slots: torch.Tensor
+    index: Any
 
 
 class PagedAttention(AttentionBackend):
     """Works out once a step where queries, keys and values lie (`attention_index`), then writes and attends a layer at a time."""
 
-    def begin(self, meta: AttentionMeta) -> object:
+    def begin(self, meta: AttentionMeta) -> Step:
         group = self.group
-        return self.ops.attention_index(
+        index = self.ops.attention_index(
             self.cache[:, 0],
             meta.block_table,
             meta.query_start,
@@ -28,12 +37,33 @@ class PagedAttention(AttentionBackend):
             window=group.window,
             dtype=self.dtype,
         )
+        return Step(meta.slots, index)
 
     def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, step: object, sinks: torch.Tensor | None = None
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, step: Step, sinks: torch.Tensor | None = None
     ) -> torch.Tensor:
-        cache = self.cache[:, layer]
-        self.ops.indexed_write(cache, k, v, step)
+        self.ops.indexed_write(self.cache[:, layer], k, v, step.index)
+        return self._read(q, layer, step, sinks)
+
+    def attend_qkv(self, qkv: torch.Tensor, rotary: Rotary, layer: int, step: Step, sinks: torch.Tensor | None = None) -> torch.Tensor:
+        group = self.group
+        q = self.ops.qkv_rope_write(
+            qkv,
+            group.num_heads,
+            group.num_kv_heads,
+            rotary.q_norm,
+            rotary.k_norm,
+            rotary.eps,
+            rotary.cos_sin,
+            self.cache[:, layer],
+            step.slots,
+            step.index,
+        )
+        return self._read(q, layer, step, sinks)
+
+    def _read(self, q: torch.Tensor, layer: int, step: Step, sinks: torch.Tensor | None) -> torch.Tensor:
         own = {} if sinks is None else {"sinks": sinks}  # overrides that know of none stay usable
-        out: torch.Tensor = self.ops.indexed_attention(q, cache, step, scale=self.group.scale, softcap=self.group.softcap, **own)
+        out: torch.Tensor = self.ops.indexed_attention(
+            q, self.cache[:, layer], step.index, scale=self.group.scale, softcap=self.group.softcap, **own
+        )
         return out.flatten(1)

@@ -11,7 +11,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from modelrunner.attention import BoundAttention
+from modelrunner.attention import BoundAttention, Rotary
 from modelrunner.model_state import BuildContext, FullAttention
 
 
@@ -83,18 +83,23 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor, cos_sin: torch.Tensor, attention: Mapping[str, BoundAttention]) -> torch.Tensor:
         """x: [T, H]. cos_sin: [T, rotary dimension], gathered for the step's positions. Returns [T, H]."""
-        q, k, v = self.qkv(x).split(self.sizes, -1)
-        if self.norm_all_heads:
-            q, k = self.normed(q, k)
-        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in (q, k, v))
-        if not self.norm_all_heads:
-            q, k = self.normed(q, k)
-        q, k = self.ops.apply_rope(q, k, None, cos_sin)
-        return cast(torch.Tensor, self.output(attention[self.group](q, k, v, self.layer)))
+        return cast(torch.Tensor, self.output(self.heads(self.qkv(x), cos_sin, attention)))
 
-    def normed(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """q and k under their norms, if there are any."""
-        return (q, k) if self.q_norm is None or self.k_norm is None else (self.q_norm(q), self.k_norm(k))
+    def residual(self, x: torch.Tensor, norm: RMSNorm, cos_sin: torch.Tensor, attention: Mapping[str, BoundAttention]) -> torch.Tensor:
+        """x + attention(norm(x)), where operations may be fused. Shapes as in `forward`; a new tensor."""
+        return self.output.added(self.heads(self.qkv.normed(x, norm), cos_sin, attention), x)
+
+    def heads(self, qkv: torch.Tensor, cos_sin: torch.Tensor, attention: Mapping[str, BoundAttention]) -> torch.Tensor:
+        """What the heads see: [T, (HQ + 2 HK) * D] -> [T, HQ * D]."""
+        norms = self.q_norm, self.k_norm
+        if norms[0] is None or norms[1] is None:
+            return attention[self.group].from_qkv(qkv, Rotary(cos_sin), self.layer)
+        if not self.norm_all_heads:
+            return attention[self.group].from_qkv(qkv, Rotary(cos_sin, norms[0].weight, norms[1].weight, norms[0].eps), self.layer)
+        q, k, v = qkv.split(self.sizes, -1)
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in (norms[0](q), norms[1](k), v))
+        q, k = self.ops.apply_rope(q, k, None, cos_sin)
+        return attention[self.group](q, k, v, self.layer)
 
 
 class GatedMLP(nn.Module):
@@ -116,3 +121,7 @@ class GatedMLP(nn.Module):
         """[T, hidden_size] -> [T, hidden_size]"""
         activation = getattr(self.ops, self.activation)
         return cast(torch.Tensor, self.down(activation(self.gate_up(x))))
+
+    def residual(self, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+        """x + mlp(norm(x)), where operations may be fused: [T, hidden_size] -> [T, hidden_size], a new tensor."""
+        return self.down.added(self.gate_up.gated(x, norm, self.activation), x)

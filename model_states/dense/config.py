@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -59,6 +60,9 @@ def dense_config(card: ModelCard) -> DenseConfig:
             f"{card.name}: partial_rotary_factor makes {rope.rotary_dim} of {head_dim} components rotate; "
             f"of dense models only {', '.join(PARTLY_ROTARY)} rotate a part"
         )
+    eps = float(config.get("rms_norm_eps", 1e-6))
+    if not 0 < eps < math.inf:
+        raise ValueError(f"{card.name}: rms_norm_eps is {eps}; a finite number above 0 is needed")
     attention_bias = bool(config.get("attention_bias", False)) and architecture not in WITHOUT_BIAS
     return DenseConfig(
         vocab_size=positive(card, "vocab_size"),
@@ -68,7 +72,7 @@ def dense_config(card: ModelCard) -> DenseConfig:
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        eps=float(config.get("rms_norm_eps", 1e-6)),
+        eps=eps,
         tied=bool(config.get("tie_word_embeddings", False)),
         qkv_bias=architecture == "Qwen2ForCausalLM" or attention_bias,
         output_bias=architecture != "Qwen2ForCausalLM" and attention_bias,

@@ -22,7 +22,7 @@ def cache_groups(config: DenseConfig) -> tuple[FullAttention, ...]:
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm attention and MLP around a residual stream that is carried as a sum not yet taken: the next norm adds."""
+    """Pre-norm attention and MLP around a residual stream."""
 
     def __init__(self, ctx: BuildContext, config: DenseConfig, layer: int) -> None:
         super().__init__()
@@ -58,13 +58,7 @@ class DenseModel(nn.Module):
         """hidden: [T, H] embeddings. Returns [T, H], normalised."""
         cos_sin = self.cos_sin.index_select(0, positions)
         total = tap("layer.0", hidden)
-        normed: torch.Tensor = self.stack[0].attention_norm(total)
         for index, layer in enumerate(self.stack):
-            normed, total = layer.mlp_norm.add(layer.attention(normed, cos_sin, attention), total)
-            following = self.stack[index + 1].attention_norm if index + 1 < len(self.stack) else self.norm
-            normed, total = following.add(layer.mlp(normed), total)
-            tapped = tap(f"layer.{index + 1}", total)
-            if tapped is not total:  # somebody changed the stream: the norm was taken of what it was before
-                total = tapped
-                normed = following(total)
-        return normed
+            total = layer.attention.residual(total, layer.attention_norm, cos_sin, attention)
+            total = tap(f"layer.{index + 1}", layer.mlp.residual(total, layer.mlp_norm))
+        return self.norm(total)

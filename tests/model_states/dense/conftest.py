@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from modelrunner.attention import AttentionBackend, BoundAttention
 from modelrunner.checkpoint import CheckpointReader, ModelCard
 from modelrunner.linear import Int8Scheme, LinearFactory, PlainScheme
 from modelrunner.model_state import BuildContext, FullAttention, ModelState
@@ -27,15 +28,19 @@ def cpu_ops() -> Ops:
     return registry.resolve("cpu")
 
 
-class WholeSequence:
-    """`attention[group]` for one sequence computed at once: causal, within the group's window."""
+class WholeSequence(AttentionBackend):
+    """Attention for one sequence computed at once: causal, within the group's window."""
 
-    def __init__(self, group: FullAttention) -> None:
-        self.group = group
+    def __init__(self, group: FullAttention, ops: Ops) -> None:
+        super().__init__(group, torch.empty(0), ops, torch.float32)
         self.layers: list[int] = []
 
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int) -> torch.Tensor:
-        assert layer in self.group.layers
+    def bound(self) -> BoundAttention:
+        return BoundAttention(self, {layer: layer for layer in self.group.layers}, SimpleNamespace())
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, step: Any, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         self.layers.append(layer)
         distance = torch.arange(len(q))[:, None] - torch.arange(len(q))[None, :]
         seen = (distance >= 0) & (distance < (self.group.window or len(q)))
@@ -58,20 +63,21 @@ class Loaded:
         assert isinstance(offer, Offer), offer
         self.state: ModelState = offer.load()(self.card, self.settings)
         self.needs = self.state.declare(self.card, self.settings)
-        ops, device = cpu_ops(), torch.device("cpu")
+        self.ops, device = cpu_ops(), torch.device("cpu")
         schemes = {"plain": PlainScheme, "int8": Int8Scheme}
-        linear = LinearFactory(schemes[scheme](ops, torch.float32, device))
-        self.state.module = self.state.build(BuildContext(self.settings, self.card, ops, linear, torch.float32, device))
+        linear = LinearFactory(schemes[scheme](self.ops, torch.float32, device))
+        self.state.module = self.state.build(BuildContext(self.settings, self.card, self.ops, linear, torch.float32, device))
         load_weights(self.state.module, self.state.weight_map(self.card), reader, progress=False)
 
     def logits(self, ids: list[int], tap: Callable[[str, torch.Tensor], torch.Tensor] = lambda name, hidden: hidden) -> torch.Tensor:
         """[len(ids), vocab_size] logits of one sequence."""
-        attention = {group.name: WholeSequence(group) for group in self.needs.cache_groups}
+        backends = [WholeSequence(group, self.ops) for group in self.needs.cache_groups]
+        attention = {backend.group.name: backend.bound() for backend in backends}
         batch = SimpleNamespace(input_ids=torch.tensor(ids))
         hidden = torch.full((len(ids), self.needs.hidden_size), torch.nan, dtype=torch.float32)
         self.state.embed(batch, hidden)
         hidden = self.state.forward(hidden, torch.arange(len(ids)), attention, {}, tap)
-        ran = sorted(layer for bound in attention.values() for layer in bound.layers)
+        ran = sorted(layer for backend in backends for layer in backend.layers)
         assert ran == list(range(self.card.config["num_hidden_layers"]))
         return self.state.logits(hidden)
 

@@ -76,6 +76,14 @@ def test_declines_name_the_field(fields, reason):
     assert reason in answer.reason
 
 
+@pytest.mark.parametrize("eps", [-1e-5, 0.0, float("nan"), float("inf")])
+def test_an_epsilon_that_is_none_is_declined(eps):
+    """A negative one gave NaN for small hidden states."""
+    answer = dense.model_state(card(rms_norm_eps=eps))
+    assert isinstance(answer, Decline)
+    assert f"tiny: rms_norm_eps is {eps}; a finite number above 0 is needed" in answer.reason
+
+
 @pytest.mark.parametrize(
     ("fields", "windows"),
     [

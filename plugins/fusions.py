@@ -1,0 +1,92 @@
+"""Fusions: operations that follow each other so often that a device may have one kernel for them. Each is given here as its plain chain.
+
+`chain(ops)` builds the function from a device's operations; a fused form must compute the same within `modelrunner.ops.CLOSE`.
+Dimension letters: T tokens, K inputs and N outputs of a product, HQ query heads, HK key and value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from modelrunner.ops import Ops
+
+Function = Callable[..., Any]
+
+
+def add_rms_norm(ops: Ops) -> Function:
+    """`add_rms_norm(x, residual, weight, eps) -> (normed, x + residual)`, all [T, K]."""
+
+    def chain(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+        total = x + residual
+        return ops.rms_norm(total, weight, eps), total
+
+    return chain
+
+
+def norm_matmul(ops: Ops) -> Function:
+    """`norm_matmul(x, norm_weight, eps, weight)`: the product of the norm of x. x: [T, K], weight: [N, K]. Returns [T, N]."""
+
+    def chain(x: torch.Tensor, norm_weight: torch.Tensor, eps: float, weight: torch.Tensor) -> torch.Tensor:
+        product: torch.Tensor = ops.matmul(ops.rms_norm(x, norm_weight, eps), weight)
+        return product
+
+    return chain
+
+
+def matmul_add(ops: Ops) -> Function:
+    """`matmul_add(x, weight, residual)`: residual + x @ weight.T, a new tensor [T, N]."""
+
+    def chain(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        total: torch.Tensor = residual + ops.matmul(x, weight)
+        return total
+
+    return chain
+
+
+def norm_gated_matmul(ops: Ops) -> Function:
+    """`norm_gated_matmul(x, norm_weight, eps, weight, activation)`: act(gate) * up of the product of the norm of x.
+
+    x: [T, K]. weight: [2I, K], gate first. activation: the operation `silu_mul` or `gelu_tanh_mul`. Returns [T, I].
+    """
+
+    def chain(x: torch.Tensor, norm_weight: torch.Tensor, eps: float, weight: torch.Tensor, activation: str) -> torch.Tensor:
+        gated: torch.Tensor = getattr(ops, activation)(ops.matmul(ops.rms_norm(x, norm_weight, eps), weight))
+        return gated
+
+    return chain
+
+
+def qkv_rope_write(ops: Ops) -> Function:
+    """`qkv_rope_write(qkv, num_heads, num_kv_heads, q_norm, k_norm, eps, cos_sin, cache, slots, index) -> q`.
+
+    Norms each query and key head (where weights [D] are given), rotates both, and writes keys and values into the cache.
+    qkv: [T, (HQ + 2 HK) * D]. cos_sin: [T, R] float32. cache: [num_pages, tokens_per_page, 2, HK, D], a view. slots: [T] int64, -1: not
+    written. index: what `attention_index` returned for these slots. Returns the rotated queries [T, HQ, D].
+    """
+
+    def chain(
+        qkv: torch.Tensor,
+        num_heads: int,
+        num_kv_heads: int,
+        q_norm: torch.Tensor | None,
+        k_norm: torch.Tensor | None,
+        eps: float,
+        cos_sin: torch.Tensor,
+        cache: torch.Tensor,
+        slots: torch.Tensor,
+        index: Any,
+    ) -> torch.Tensor:
+        dim = cache.shape[-1]
+        sizes = (num_heads * dim, num_kv_heads * dim, num_kv_heads * dim)
+        q, k, v = (part.unflatten(-1, (-1, dim)) for part in qkv.split(sizes, -1))
+        if q_norm is not None:
+            q, k = ops.rms_norm(q, q_norm, eps), ops.rms_norm(k, k_norm, eps)
+        q, k = ops.apply_rope(q, k, None, cos_sin)
+        ops.indexed_write(cache, k, v, index)
+        return q
+
+    return chain
