@@ -6,6 +6,7 @@ Nothing here imports torch; a command imports what it needs when it runs.
 from __future__ import annotations
 
 import argparse
+import errno
 import io
 import os
 import sys
@@ -24,6 +25,7 @@ from modelrunner.plugin_manager import PluginManager
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
+CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # of an open file; a name that cannot be opened comes with the error
 
 
 @dataclass(frozen=True)
@@ -44,26 +46,49 @@ class Command:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit status: 2 for a wrong call or a ModelRunnerError, whose message goes to standard error."""
+    """Run the command line and return the exit status: 2 for a wrong call or a ModelRunnerError, whose message goes to standard error,
+    and for output that cannot be written."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a model may say what a terminal of another encoding cannot show
     head, rest = _head_parser().parse_known_args(sys.argv[1:] if argv is None else list(argv))
     with _plain_warnings(), _current_folder_on_path(head.plugins):
         try:
-            return _run(head, rest)
-        except ModelRunnerError as error:
-            if head.traceback:
-                traceback.print_exc()
-            else:
-                print("\n".join([f"modelrunner: error: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
-            return EXIT_ERROR
-        except SystemExit as error:  # argparse, after it has printed
-            return error.code if isinstance(error.code, int) else EXIT_ERROR if error.code else 0
-        except KeyboardInterrupt:
-            return EXIT_INTERRUPTED
+            status = _status(head, rest)
+            if sys.stdout is not None:
+                sys.stdout.flush()  # what cannot be written is told here, not by a traceback at the interpreter's end
+            return status
         except BrokenPipeError:  # the reader of our output has gone, e.g. `| head`
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            _discard_output()
             return EXIT_BROKEN_PIPE
+        except OSError as error:
+            if error.errno not in CANNOT_WRITE or error.filename is not None:
+                raise
+            print(f"modelrunner: error: the output could not be written: {error.strerror}", file=sys.stderr)
+            _discard_output()
+            return EXIT_ERROR
+
+
+def _status(head: argparse.Namespace, rest: list[str]) -> int:
+    """Run, and turn what ends a command early into an exit status."""
+    try:
+        return _run(head, rest)
+    except ModelRunnerError as error:
+        if head.traceback:
+            traceback.print_exc()
+        else:
+            print("\n".join([f"modelrunner: error: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
+        return EXIT_ERROR
+    except SystemExit as error:  # argparse, after it has printed
+        return error.code if isinstance(error.code, int) else EXIT_ERROR if error.code else 0
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+
+
+def _discard_output() -> None:
+    """Send what is left of standard output nowhere, so that the interpreter's end does not try to write it once more."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
 
 
 def _head_parser() -> argparse.ArgumentParser:

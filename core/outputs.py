@@ -47,11 +47,12 @@ class RowHolders(Protocol):
 class StreamState:
     """What was seen and what was given out of one watched request. token_ids: output tokens seen. text: None without a tokenizer.
 
-    failure: what the tokenizer raised; there is no more text after it.
+    prompt_token_ids: a copy that every output of the request shares. failure: what the tokenizer raised; there is no more text after it.
     """
 
     def __init__(self, request: Request, text: OutputText | None) -> None:
         self.request = request
+        self.prompt_token_ids = tuple(request.prompt_token_ids)
         self.text = text
         self.token_ids: list[int] = []
         self.given_characters = 0
@@ -102,6 +103,7 @@ class OutputProcessor:
         self._extra = extra
         self._clock = clock
         self._watched: dict[Request, StreamState] = {}  # not by id: an aborted one's may be taken again before its end is told
+        self._place = np.zeros(0, np.int64)  # of each row among those of a step; what earlier steps left in it counts for nothing
 
     @property
     def num_watched(self) -> int:
@@ -130,7 +132,7 @@ class OutputProcessor:
         stopped: list[tuple[Request, int, str, str]] = []
         if not self._watched:
             return outputs, stopped
-        for state, at in self._touched(committed.rows.tolist()):
+        for state, at in self._touched(committed.rows):
             request = state.request
             state.feed(committed.tokens[at, : committed.num_tokens[at]].tolist())
             if state.failure is not None:
@@ -138,22 +140,36 @@ class OutputProcessor:
             elif state.text is not None and state.text.match is not None:
                 stopped.append((request, state.text.num_tokens, "stop", state.text.match.stop))
             elif request.params.output_kind is not OutputKind.FINAL_ONLY:
-                outputs.append(self._output(request, *state.take()))
+                outputs.append(self._output(request, state.prompt_token_ids, *state.take()))
         return outputs, stopped
 
-    def _touched(self, rows: Sequence[int]) -> Iterator[tuple[StreamState, int]]:
-        """Watched requests that hold one of `rows`, with its place; the shorter of the two lists is gone through."""
+    def _touched(self, rows: npt.NDArray[np.int32]) -> Iterator[tuple[StreamState, int]]:
+        """Watched requests that hold one of `rows`, with its place; the shorter of the two lists is gone through in Python."""
+        if not len(rows):
+            return
         if len(self._watched) > len(rows):
-            for at, row in enumerate(rows):
+            for at, row in enumerate(rows.tolist()):
                 request = self._holders.request_at(row)
                 if request is not None and request in self._watched:
                     yield self._watched[request], at
             return
-        place = dict(zip(rows, range(len(rows)), strict=True))
-        for state in self._watched.values():
-            at_or_none = place.get(state.request.row)
-            if at_or_none is not None and self._holders.request_at(state.request.row) is state.request:
-                yield state, at_or_none
+        states = list(self._watched.values())
+        places = self._places(rows, np.fromiter((state.request.row for state in states), np.int64, len(states)))
+        for i in np.flatnonzero(places >= 0).tolist():
+            state = states[i]
+            if self._holders.request_at(state.request.row) is state.request:
+                yield state, int(places[i])
+
+    def _places(self, rows: npt.NDArray[np.int32], wanted: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Where each of `wanted` (-1: no row) stands in `rows` (each once, at least one); -1 for what is not there."""
+        highest = int(rows.max())
+        if highest >= len(self._place):
+            self._place = np.zeros(highest + 1, np.int64)
+        self._place[rows] = np.arange(len(rows))
+        possible = (wanted >= 0) & (wanted <= highest)
+        places = np.where(possible, self._place[np.where(possible, wanted, 0)], 0)
+        found: npt.NDArray[np.int64] = np.where((places < len(rows)) & (rows[np.minimum(places, len(rows) - 1)] == wanted), places, -1)
+        return found
 
     def finish(self, request: Request) -> RequestOutput:
         """The last output of a request that ended; forgets it.
@@ -162,7 +178,7 @@ class OutputProcessor:
         """
         state = self._watched.pop(request, None)
         if state is None:
-            return self._output(request, self._whole_text(request), list(request.output_token_ids), 0)
+            return self._output(request, tuple(request.prompt_token_ids), self._whole_text(request), list(request.output_token_ids), 0)
         seen = len(state.token_ids)
         state.feed(request.output_token_ids[seen:], last=True)
         if state.failure is not None:
@@ -171,7 +187,7 @@ class OutputProcessor:
             del request.output_token_ids[state.text.num_tokens :]
             request.finish_reason, request.stop_reason = "stop", state.text.match.stop
         del state.token_ids[len(request.output_token_ids) :]
-        return self._output(request, *state.take())
+        return self._output(request, state.prompt_token_ids, *state.take())
 
     def _whole_text(self, request: Request) -> str:
         if self._tokenizer is None or not request.params.detokenize:
@@ -182,7 +198,7 @@ class OutputProcessor:
             request.finish_reason, request.stop_reason = "error", failed_text(error)
             return ""
 
-    def _output(self, request: Request, text: str, token_ids: list[int], start: int) -> RequestOutput:
+    def _output(self, request: Request, prompt_token_ids: Sequence[int], text: str, token_ids: list[int], start: int) -> RequestOutput:
         ended = request.finish_reason is not None
         metrics = RequestMetrics(request.arrival, request.first_token_time, self._clock() if ended else None, request.num_preemptions)
         extra = {} if self._extra is None else self._extra(request, start, start + len(token_ids))
@@ -190,7 +206,7 @@ class OutputProcessor:
         return RequestOutput(
             request.id,
             request.prompt,
-            request.prompt_token_ids,
+            prompt_token_ids,
             [completion],
             ended,
             metrics,

@@ -7,7 +7,7 @@ import math
 import operator
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, ValidationError
 
@@ -209,6 +209,13 @@ class SamplingParams(BaseModel):
             raise RequestError(
                 "stop: stop strings are looked for in the text, and detokenize is False; accepted: stop_token_ids, or detokenize=True"
             )
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """A copy, with the parameters of `update` in place of its own. They are checked as at construction (pydantic's own does not)."""
+        copied = super().model_copy(deep=deep)
+        if not update:
+            return copied
+        return type(self)(**{**{name: getattr(copied, name) for name in copied.model_fields_set}, **update})
 
 
 def _message(error: ValidationError) -> str:

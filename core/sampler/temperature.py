@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from modelrunner.batch import Feature
+from modelrunner.kernels.sampling.reference import GREEDY_TEMPERATURE
 from modelrunner.request_table import Column
 from modelrunner.sampler.base import Stage
 
@@ -15,11 +16,10 @@ if TYPE_CHECKING:
     from modelrunner.request import Request, SamplingParams
     from modelrunner.settings import RunnerSettings
 
-GREEDY_TEMPERATURE = 1e-4  # as in the `sample` operation: up to here a row takes its best token
-
 
 class Temperature(Stage):
-    """Divides the logits. Temperatures up to 1e-4 are greedy: there a sampled token would differ from the best one only on a tie."""
+    """Divides the logits. Temperatures up to the `sample` operation's GREEDY_TEMPERATURE are greedy: there a sampled token would differ
+    from the best one only on a tie."""
 
     inputs = ("temperature",)
 

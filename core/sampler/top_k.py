@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from modelrunner.batch import Feature
+from modelrunner.kernels.sampling.reference import GREEDY_TEMPERATURE
 from modelrunner.request_table import Column
 from modelrunner.sampler.base import Stage
-from modelrunner.sampler.temperature import GREEDY_TEMPERATURE
 
 if TYPE_CHECKING:
     from modelrunner.request import Request, SamplingParams

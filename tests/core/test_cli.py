@@ -196,3 +196,23 @@ def test_warnings_for_users_are_one_line(capsys: pytest.CaptureFixture[str]) -> 
         with _plain_warnings():
             warn_caller("a small cache", CapacityWarning)
     assert capsys.readouterr().err == "modelrunner: warning: a small cache\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+@pytest.mark.parametrize("size", [1, 1_000_000], ids=["at the end", "on the way"])
+def test_output_that_cannot_be_written_is_an_error(acme: str, plugin_site: PluginSite, size: int) -> None:
+    """It was a traceback: of `print` when there is much, else of the interpreter's end."""
+    code = f"import sys; sys.path.insert(0, {str(plugin_site.folder)!r}); from modelrunner.cli import main; sys.exit(main())"
+    line = [sys.executable, "-P", "-c", code, "-p", acme, "echo", "x" * 100_000 if size > 1 else "x"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(line, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (2, "modelrunner: error: the output could not be written: No space left on device\n")
+
+
+def test_other_system_errors_of_a_command_are_not_taken_for_output(acme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_it(head: Any, rest: list[str]) -> int:
+        raise FileNotFoundError(2, "No such file or directory", "x")
+
+    monkeypatch.setattr("modelrunner.cli._run", run_it)
+    with pytest.raises(FileNotFoundError):
+        main(["plugins"])

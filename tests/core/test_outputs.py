@@ -214,3 +214,42 @@ def test_an_output_is_not_changed_by_later_steps() -> None:
     first = rows.commit({"a": ids_of("a")})[0]
     rows.commit({"a": ids_of("b")})
     assert choice(first) == ("a", ids_of("a"))
+
+
+class Vectorised(np.ndarray[Any, Any]):
+    """An array that cannot be gone through one by one."""
+
+    def tolist(self) -> Any:
+        raise AssertionError("work for every row of the step")
+
+    __iter__ = tolist  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("high", [False, True])
+def test_one_watched_request_costs_no_work_for_every_row(high: bool) -> None:
+    """Rows in any order, and after a step with more of them, whose places must not be taken for this one's."""
+    rows = Rows()
+    request = rows.add("a", row=900 if high else 3, output_kind="delta")
+    for order in (np.arange(1000)[::-1], np.array([7, 900, 3, 5]), np.array([901, 5])):
+        tokens = np.array([ids_of(letter) for letter in "abcd"], np.int32)
+        table = np.resize(tokens, (len(order), 1))
+        committed = Committed(order.astype(np.int32).view(Vectorised), table, np.ones(len(order), np.int32))
+        outputs, _ = rows.outputs.process(committed)
+        places = np.flatnonzero(order == request.row)
+        assert [choice({"a": output}) for output in outputs] == [("abcd"[at % 4], ids_of("abcd"[at % 4])) for at in places]
+        request.output_token_ids += [token for output in outputs for token in output.outputs[0].token_ids]
+    assert len(request.output_token_ids) == 2
+
+
+@pytest.mark.parametrize("kind", list(OutputKind))
+def test_a_caller_cannot_change_the_engines_prompt(kind: OutputKind) -> None:
+    """The ids in an output were the engine's own list."""
+    rows = Rows()
+    request = rows.add("a", row=0, output_kind=kind)
+    prompt = list(request.prompt_token_ids)
+    outputs = [*rows.commit({"a": ids_of("a")})[0].values(), *rows.commit({"a": ids_of("b")}, {"a": "length"})[0].values()]
+    for output in outputs:
+        assert output.prompt_token_ids == tuple(prompt)
+        with pytest.raises(TypeError):
+            output.prompt_token_ids[0] = 9  # type: ignore[index]
+    assert len({id(output.prompt_token_ids) for output in outputs}) == 1, "one copy for all outputs of a request"

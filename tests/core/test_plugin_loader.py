@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 import types
@@ -161,7 +162,7 @@ def test_a_flag_that_is_neither_on_nor_off_is_refused() -> None:
 @pytest.mark.parametrize(
     ("declared", "says"),
     [
-        (">=2,<3", "it needs interface '>=2,<3', modelrunner offers 1.0"),
+        (">=2,<3", f"it needs interface '>=2,<3', modelrunner offers {hookspecs.API_VERSION}"),
         ("one", "no version specifier"),
         (1, "MODELRUNNER_API is 1 (int)"),
         (None, "declares no MODELRUNNER_API"),
@@ -174,6 +175,33 @@ def test_a_module_of_another_interface_is_refused(declared: object, says: str) -
         PluginManager.load([module], {}, discover=False)
     assert says in str(caught.value)
     assert "acme_versioned" in str(caught.value)
+
+
+class Undeclared:
+    """A plugin object, in a module that says nothing of versions either."""
+
+    @hookspecs.hookimpl
+    def settings_sections(self) -> None:
+        return None
+
+
+def test_an_object_may_leave_its_interface_out_where_it_is_passed(plugin_site: PluginSite) -> None:
+    """As docs/plugins.md says: whoever passes an object has just written it. What is installed or named as a module must say so."""
+    (info,) = PluginManager.load([Undeclared()], {}, discover=False).describe()
+    assert (info.state, info.api) == ("loaded", "")
+    declared = Undeclared()
+    declared.MODELRUNNER_API = ">=2,<3"  # type: ignore[attr-defined]
+    with pytest.raises(PluginError, match="it needs interface '>=2,<3'"):
+        PluginManager.load([declared], {}, discover=False)
+    source = inspect.getsource(Undeclared)
+    head = "from __future__ import annotations\nfrom modelrunner import hookspecs\n"
+    (plugin_site.folder / "acme_object.py").write_text(f"{head}{source}\nplugin = Undeclared()\n")
+    plugin_site.metadata("acme-object", "1.0", {"main": "acme_object:plugin"})
+    plugin_site.refresh()
+    (failure,) = [failure for failure in PluginManager.load(environ={}).failures if failure.plugin == "acme-object:main"]
+    assert "it declares no MODELRUNNER_API" in failure.reason
+    with pytest.raises(PluginError, match=r"acme_object.*declares no MODELRUNNER_API"):
+        PluginManager.load(["acme_object"], {}, discover=False)
 
 
 def test_discovery_and_listing_do_not_import_torch() -> None:

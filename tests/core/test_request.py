@@ -107,6 +107,26 @@ def test_parameters_are_immutable_hashable_and_picklable() -> None:
     assert len({params, SamplingParams(stop=["a"])}) == 1
 
 
+def test_a_copy_with_changes_is_checked_like_a_new_one() -> None:
+    """A plain "delta" was kept as text, which is not OutputKind.DELTA, and acted as cumulative."""
+    params = SamplingParams(temperature=0.5, stop=["a"], extra_args={"x": [1]})
+    changed = params.model_copy(update={"output_kind": "delta", "top_k": np.int64(5)})
+    assert changed == SamplingParams(temperature=0.5, stop=["a"], extra_args={"x": [1]}, output_kind="delta", top_k=5)
+    assert changed.output_kind is OutputKind.DELTA
+    assert changed.model_fields_set == {"temperature", "stop", "extra_args", "output_kind", "top_k"}
+    for update, message in (
+        ({"output_kind": "dleta"}, "output_kind: got 'dleta'; accepted: 'cumulative', 'delta', 'final_only'"),
+        ({"temprature": 1.0}, "'temprature' is not a sampling parameter"),
+        ({"detokenize": False}, "detokenize is False"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            params.model_copy(update=update)
+    assert params.model_copy() == params
+    copied = params.model_copy(deep=True, update={"seed": 1})
+    assert copied.extra_args["x"] == [1]
+    assert copied.extra_args["x"] is not params.extra_args["x"]
+
+
 def test_defaults_come_from_generation_config() -> None:
     generation = {"temperature": 0.6, "top_k": 20, "top_p": None, "max_length": 99, "do_sample": True}
     assert default_params(card(generation=generation)) == SamplingParams(temperature=0.6, top_k=20)

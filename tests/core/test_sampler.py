@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+import modelrunner.kernels.sampling.reference
 from modelrunner.batch import Batch, Feature
 from modelrunner.errors import RequestError
 from modelrunner.ops import Ops, Registry
@@ -208,3 +211,14 @@ def test_two_stages_cannot_supply_the_same_argument() -> None:
     stages = default_stages()
     with pytest.raises(ValueError, match="'temperature'"):
         Sampler(reference_ops(), (*stages, stages[0]))
+
+
+def test_what_counts_as_greedy_is_said_once() -> None:
+    """The stage chooses the tail, the operation the token: with two numbers a row between them would be drawn by neither's rule."""
+    root = Path(modelrunner.__file__).parent
+    folders = (root, Path(modelrunner.kernels.__file__).parent)
+    said = [path for folder in folders for path in folder.rglob("*.py") if re.search(r"^GREEDY_TEMPERATURE\b.*=", path.read_text(), re.M)]
+    assert [path.name for path in said] == ["reference.py"]
+    edge = modelrunner.kernels.sampling.reference.GREEDY_TEMPERATURE
+    kinds = [Sampler(reference_ops(), default_stages()).features(SamplingParams(temperature=t)) for t in (edge, edge * 1.01)]
+    assert kinds == [Feature.GREEDY, Feature.PLAIN]
