@@ -351,11 +351,16 @@ class Engine:
         for request in list(self.requests.values()):
             self.scheduler.preempt(request.id)
 
+    @property
+    def weights_problem(self) -> str:
+        """Why no step is taken: an update of the weights failed half-way, and no later one succeeded. Empty when nothing is wrong."""
+        if not self._broken_weights:
+            return ""
+        return f"the weights are a mixture, since the last update_weights failed ({self._broken_weights}); call it again with all tensors"
+
     def _check_weights(self) -> None:
-        if self._broken_weights:
-            raise EngineError(
-                f"the weights are a mixture, since the last update_weights failed ({self._broken_weights}); call it again with all tensors"
-            )
+        if self.weights_problem:
+            raise EngineError(self.weights_problem)
 
     def close(self) -> None:
         """Wait for the device. The engine takes no more work."""
