@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -41,7 +42,9 @@ def modules(*folders: str) -> list[str]:
 def uses_triton(name: str) -> bool:
     """Kernel modules, and only they, may need Triton to be imported."""
     path = (ROOT / name.replace("modelrunner.kernels", "kernels", 1).replace(".", "/")).with_suffix(".py")
-    return name.startswith("modelrunner.kernels") and path.exists() and "import triton" in path.read_text(encoding="utf-8")
+    return name.startswith("modelrunner.kernels") and (
+        path.name == "gpu.py" or (path.exists() and re.search(r"^(import|from) triton", path.read_text(encoding="utf-8"), re.M) is not None)
+    )
 
 
 def test_listing_plugins_does_not_import_torch() -> None:

@@ -1,0 +1,55 @@
+"""Every shipped kernel configuration compiles for A100, H100 and B200, without a GPU and without spilling registers."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from modelrunner.plugins.triton_kernels import AREAS
+
+FOLDER = Path(__file__).parent
+# Kernels are decorated for the interpreter or for the compiler once a process: this one has none of the test's environment.
+CODE = """
+import sys
+from importlib import import_module
+from modelrunner.kernels.builds import compile_build
+for build in import_module(sys.argv[1]).BUILDS:
+    for capability in build.capabilities:
+        try:
+            report = compile_build(build, capability)
+        except Exception as error:
+            print(f"BAD sm_{capability} {build.name}: {error!r}")
+            continue
+        bad = report.spill_bytes > build.max_spill_bytes
+        print(f"{'BAD' if bad else 'good'} sm_{capability} {build.name}: {report.registers} registers, "
+              f"{report.spill_bytes} bytes spilled, {report.shared_bytes} bytes shared")
+"""
+
+
+def build_all(module: str) -> list[str]:
+    """Compile the BUILDS of `module`; a line for each."""
+    pytest.importorskip("triton")
+    environ = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(FOLDER)}
+    done = subprocess.run([sys.executable, "-P", "-c", CODE, module], env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize("area", AREAS)
+def test_builds(area: str) -> None:
+    lines = build_all(f"modelrunner.kernels.{area}.gpu")
+    assert lines
+    assert [line for line in lines if not line.startswith("good")] == []
+
+
+def test_a_build_that_does_not_compile_or_spills_is_found() -> None:
+    lines = build_all("bad_builds")
+    assert [(line.split()[0], line.split()[2].partition("[")[0]) for line in lines] == [
+        ("good", "copy"),
+        ("BAD", "misspelt"),
+        ("BAD", "spilling"),
+    ]

@@ -1,0 +1,53 @@
+"""What tests of Triton kernels share: on the GPU where there is one, else in Triton's interpreter (which conftest.py turns on)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import torch
+
+from modelrunner.ops import CLOSE, Registry, Tolerance
+from modelrunner.plugins import reference_kernels
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+# The interpreter computes bfloat16 wrongly.
+DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if ON_GPU else [])]
+
+
+@cache
+def tolerances() -> Mapping[str, Tolerance]:
+    """Of the registered operations and fusions."""
+    registry = Registry()
+    reference_kernels.kernels(registry, device=None)
+    return registry.tolerances()
+
+
+def nan(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Memory that nobody has written: NaN, or the type's lowest value; False for bool."""
+    if dtype == torch.bool:
+        return torch.zeros(shape, dtype=dtype, device=DEVICE)
+    return torch.full(shape, float("nan") if dtype.is_floating_point else torch.iinfo(dtype).min, dtype=dtype, device=DEVICE)
+
+
+def close(out: Any, ref: Any, op: str | Tolerance) -> None:
+    """Assert that `out` equals `ref` within the tolerance of operation `op` (CLOSE for a name that is not registered).
+
+    Both: a tensor, or a list, tuple or dict of them (None in the same places). Integers, and dtypes without a tolerance, bit for bit.
+    """
+    if isinstance(ref, dict):
+        assert list(out) == list(ref)
+        out, ref = list(out.values()), list(ref.values())
+    if isinstance(ref, list | tuple):
+        assert len(out) == len(ref)
+        for one, other in zip(out, ref, strict=True):
+            close(one, other, op)
+        return
+    if ref is None:
+        assert out is None
+        return
+    tolerance = tolerances().get(op, CLOSE) if isinstance(op, str) else op
+    relative, absolute = tolerance.by_dtype.get(ref.dtype, (0.0, 0.0)) if ref.is_floating_point() else (0.0, 0.0)
+    torch.testing.assert_close(out, ref, rtol=relative, atol=absolute, equal_nan=True)
