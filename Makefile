@@ -13,13 +13,14 @@ TORCH := torch (about 200 MB for its CPU build, a few GB with CUDA) and transfor
 INSTALLED := .build/installed
 SOURCES = $(shell find core kernels model_states plugins -name '*.py' -o -name py.typed)
 
-.PHONY: help demo test lint imports types unit format wheel clean
+.PHONY: help demo test lint imports types unit gpu format wheel clean
 .NOTPARALLEL:
 
 help:
 	@echo "make demo    install, and let a small real language model complete a prompt (make demo PROMPT='...')"
 	@echo "make test    install, and check everything in the tree: lint, imports, types, unit"
 	@echo "make lint | imports | types | unit    one part of it"
+	@echo "make gpu     on a machine with a GPU: its tests, then its benchmarks (PARTS='tests small startup host profile large')"
 	@echo "make format  let ruff format the code"
 	@echo "make wheel   build dist/modelrunner-*.whl"
 	@echo "make clean   remove .venv and everything that was built"
@@ -43,6 +44,9 @@ types: $(VENV)/.dev $(INSTALLED)/.stamp
 
 unit: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal $(ARGS)
+
+gpu: $(VENV)/.dev
+	PYTHON=$(VENV)/bin/python tests/gpu/run.sh $(PARTS)
 
 format: $(VENV)/.dev
 	$(PY) -m ruff check --fix .

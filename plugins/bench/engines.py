@@ -123,3 +123,10 @@ def exact(engine: str, jobs: Sequence[Job], outputs: list[list[int]]) -> list[li
 def warm_up(jobs: Sequence[Job]) -> list[Job]:
     """The same jobs cut to a few tokens of output."""
     return [Job(job.prompt, min(job.output, WARM_UP_TOKENS)) for job in jobs]
+
+
+def versions() -> dict[str, str]:
+    """Versions of what a measurement depends on."""
+    from importlib.metadata import version
+
+    return {name: version(name) for name in ("modelrunner", "torch", "transformers")}

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from modelrunner.plugins.bench.scenarios import Scenario
+
 if TYPE_CHECKING:
     from modelrunner.plugins.bench.measure import Result, Timing
 
@@ -55,3 +57,16 @@ def objects(result: Result) -> Iterator[dict[str, Any]]:
 
 def comparison(result: Result, timing: Timing) -> dict[str, Any]:
     return {"ratio": result.ratio(timing), "equal_tokens": result.equal_tokens[timing.engine]}
+
+
+def as_result(record: Mapping[str, Any]) -> Result:
+    """A record of a workload as a result of one engine, for the chart."""
+    from modelrunner.plugins.bench.measure import Result, Timing
+    from modelrunner.plugins.bench.table import label
+    from modelrunner.plugins.bench.workloads import WORKLOADS
+
+    workload = WORKLOADS[record["scenario"]]
+    scenario = Scenario(label(record), workload.about, record["requests"], workload.prompt, workload.output, record["requests"])
+    timing = Timing(record["engine"], record[f"{record['counted']}_tokens"], record["seconds"])
+    load = (record["load_average"][0], record["load_average"][1])
+    return Result(scenario, record["statistic"], [timing], record["prompt_tokens"], {}, load, record)

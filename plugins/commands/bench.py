@@ -1,17 +1,20 @@
-"""`modelrunner bench`: throughput of fixed work, beside transformers if asked, in one process and one run."""
+"""`modelrunner bench`: throughput of fixed work, beside transformers if asked, in one process and one run; and where time goes."""
 
 from __future__ import annotations
 
 import argparse
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from modelrunner.cli import Command
+from modelrunner.errors import SettingsError
 from modelrunner.plugins import trace
+from modelrunner.plugins.bench.models import MODELS
 from modelrunner.plugins.bench.scenarios import SCENARIOS, Scenario
+from modelrunner.plugins.bench.session import ABOUT, DRY_SCALE, Asked, model_settings
+from modelrunner.plugins.bench.workloads import WORKLOADS
 
 if TYPE_CHECKING:
     from modelrunner.llm import LLM
@@ -22,25 +25,62 @@ if TYPE_CHECKING:
 COMPARED = ("transformers",)
 STATISTICS = ("median", "best")
 PLOTS = (".png", ".html", ".svg")
+REPEAT = 3
+PROFILED = 32  # steps
+ABOUTS = {**{name: scenario.about for name, scenario in SCENARIOS.items()}, **ABOUT}
 
 
 def command() -> Command:
     """The command's description; torch is imported only when it runs."""
-    return Command("bench", "Measure throughput, and compare it with transformers.", add_arguments, run, takes_settings=True)
+    about = "Measure throughput, and compare it with transformers or with what the device allows."
+    return Command("bench", about, add_arguments, run, takes_settings=True)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    about = "; ".join(f"{name}: {scenario.about}" for name, scenario in SCENARIOS.items())
-    parser.add_argument("scenarios", metavar="SCENARIO", nargs="+", choices=list(SCENARIOS), help=about)
-    parser.add_argument("--model", metavar="NAME", help="hub id, folder, or .gguf file; without it, the small model of `make demo`")
-    parser.add_argument("--compare", choices=COMPARED, help="run this engine on the same weights too, in turn with ours")
-    parser.add_argument("--repeat", type=count, default=3, metavar="N", help="runs of each engine, after one to warm up (%(default)s)")
+    about = "; ".join(f"{name}: {text}" for name, text in ABOUTS.items())
+    named = f"; {', '.join(MODELS)}: that configuration with made-up weights" if MODELS else ""
+    parser.add_argument("scenarios", metavar="SCENARIO", nargs="+", type=scenario, help=f"{about}. NAME@0.6 sets a temperature for one")
+    parser.add_argument("--model", metavar="NAME", help=f"hub id, folder, or .gguf file{named}; default: the small model of `make demo`")
+    parser.add_argument("--compare", choices=COMPARED, help="run this engine on the same weights too, in turn with ours (cpu1, cpu32)")
+    parser.add_argument("--repeat", type=count, metavar="N", help=f"runs of each engine, after one to warm up ({REPEAT})")
+    parser.add_argument("--limit", type=float, default=120.0, metavar="S", help="repeat no scenario after so many seconds (%(default)s)")
     parser.add_argument("--statistic", choices=STATISTICS, default=STATISTICS[0], help="which of the runs counts (%(default)s)")
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="of all but cpu1 and cpu32 (%(default)s, greedy)")
     parser.add_argument("--threads", type=count, metavar="N", help="torch's threads on the CPU; default: torch's own choice")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the requests' lengths and ids (%(default)s)")
+    parser.add_argument("--scale", type=share, metavar="F", help="make requests fewer and shorter by this factor; all but cpu1 and cpu32")
+    parser.add_argument("--dry", action="store_true", help=f"a trial: model tiny, scale {DRY_SCALE}, one run, as far as not given")
+    parser.add_argument("--profile", action="store_true", help=f"tell the device's time by kernel, over {PROFILED} steps")
     parser.add_argument("--json", action="store_true", help="one JSON object a line, one for each engine in each scenario")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="add the JSON objects of all but cpu1 and cpu32 to this file")
     parser.add_argument("--plot", type=plot_file, metavar="FILE", help=f"draw the throughputs; one of {', '.join(PLOTS)}")
     trace.add_option(parser)
+
+
+def scenario(text: str) -> Asked:
+    """NAME or NAME@TEMPERATURE."""
+    name, _, temperature = text.partition("@")
+    if name not in ABOUTS:
+        raise argparse.ArgumentTypeError(f"invalid choice: {name!r} (choose from {', '.join(ABOUTS)})")
+    if not temperature:
+        return Asked(name)
+    if name not in WORKLOADS:
+        raise argparse.ArgumentTypeError(f"{text!r}: {name} has no temperature")
+    try:
+        return Asked(name, float(temperature))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: {temperature!r} is no temperature") from None
+
+
+def share(text: str) -> float:
+    """A number above 0, up to 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0 and up to 1")
+    return value
 
 
 def count(text: str) -> int:
@@ -67,21 +107,52 @@ def run(args: argparse.Namespace, manager: PluginManager) -> int:
     from modelrunner.plugins.bench import report
     from modelrunner.plugins.bench.memory import MemoryMeter
 
+    settle(args)
     if args.threads:
         torch.set_num_threads(args.threads)
     meter = MemoryMeter()
     results = []
-    for result in measure_all(args, manager, meter):
-        results.append(result)
-        lines = (json.dumps(line) for line in report.objects(result)) if args.json else report.text(result)
-        print("\n".join(lines), flush=True)  # each as soon as it is known: they take minutes
-    if not args.json:
-        print(report.closing(results[0].setting, meter.process_peak))
+    if any(one.name in SCENARIOS for one in args.scenarios):
+        for result in measure_all(args, manager, meter):
+            results.append(result)
+            lines = (json.dumps(line) for line in report.objects(result)) if args.json else report.text(result)
+            print("\n".join(lines), flush=True)  # each as soon as it is known: they take minutes
+        if not args.json:
+            print(report.closing(results[0].setting, meter.process_peak))
+    found = measure_alone(args, manager)
     if args.plot:
         from modelrunner.plugins.bench.chart import draw
 
-        draw(results, args.plot)
-    return 0
+        draw([*results, *(report.as_result(record) for record in found if "seconds" in record)], args.plot)
+    return 1 if any("error" in record for record in found) else 0
+
+
+def settle(args: argparse.Namespace) -> None:
+    """Fill in what `--dry` decides, and refuse what does not go together."""
+    if args.dry:
+        args.model, args.scale, args.repeat = args.model or "tiny", args.scale or DRY_SCALE, args.repeat or 1
+    args.scale, args.repeat, args.profile = args.scale or 1.0, args.repeat or REPEAT, PROFILED if args.profile else 0
+    others = [one.name for one in args.scenarios if one.name not in SCENARIOS]
+    if args.compare and others:
+        raise SettingsError(f"--compare goes with {' and '.join(SCENARIOS)}, not with {', '.join(others)}")
+
+
+def measure_alone(args: argparse.Namespace, manager: PluginManager) -> list[dict[str, Any]]:
+    """The scenarios that run our engine alone: print each as soon as it is measured, and a table of them at the end."""
+    from modelrunner.plugins.bench import profiler, table
+    from modelrunner.plugins.bench.session import records
+
+    found = []
+    for record in records([one for one in args.scenarios if one.name not in SCENARIOS], args, manager):
+        found.append(record)
+        if args.record:
+            with args.record.open("a", encoding="utf-8") as file:
+                print(json.dumps(record), file=file)
+        lines = [json.dumps(record)] if args.json else [*table.text(record), *profiler.lines(record.get("profile"))]
+        print("\n".join(lines), flush=True)
+    if len(found) > 1 and not args.json:
+        print("\n".join(["", *table.table(found)]))
+    return found
 
 
 def measure_all(args: argparse.Namespace, manager: PluginManager, meter: MemoryMeter) -> Iterator[Result]:
@@ -90,10 +161,10 @@ def measure_all(args: argparse.Namespace, manager: PluginManager, meter: MemoryM
     from modelrunner.plugins.bench.engines import BenchEngine, OurEngine, TransformersEngine
     from modelrunner.plugins.bench.measure import measure
 
-    scenarios = [SCENARIOS[name] for name in dict.fromkeys(args.scenarios)]
-    settings = sized(trace.traced(args.settings, args.trace), manager, scenarios)
+    scenarios = [SCENARIOS[name] for name in dict.fromkeys(one.name for one in args.scenarios) if name in SCENARIOS]
+    settings = sized(model_settings(args.model) | trace.traced(args.settings, args.trace), manager, scenarios)
     with meter.at_work(OurEngine.name):
-        llm = LLM(args.model or "", plugins=args.plugins, **settings)
+        llm = LLM(plugins=args.plugins, **settings)
     with llm:
         engines: list[BenchEngine] = [OurEngine(llm)]
         if args.compare:
@@ -122,14 +193,15 @@ def describe(llm: LLM) -> dict[str, Any]:
     """What a number depends on."""
     import torch
 
+    from modelrunner.plugins.bench.engines import versions
+
     resolved = llm.engine.assembly.resolved
     card = llm.engine.card
-    packages = ("modelrunner", "torch", "transformers")
     return {
         "model": card.name or card.path.name,
         "dtype": resolved.dtype,
         "linear": resolved.components["linear_scheme"].partition(" ")[0],
         "device": llm.engine.assembly.device.name,
         "threads": torch.get_num_threads(),
-        "versions": {name: version(name) for name in packages},
+        "versions": versions(),
     }

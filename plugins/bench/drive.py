@@ -1,0 +1,88 @@
+"""Driving an engine through a workload: quietly, with nothing made in the loop but what the engine makes."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+from modelrunner.errors import ModelRunnerError
+from modelrunner.plugins.bench.scenarios import Job
+from modelrunner.request import OutputKind, SamplingParams
+
+if TYPE_CHECKING:
+    from modelrunner.engine import Engine
+
+
+@dataclass(frozen=True)
+class Run:
+    """One pass over a workload. seconds: from the first request's submission to the last output; adding: of it, the submissions.
+
+    steps: committed ones. cached_tokens: of prompts, found in the prefix cache; there should be none.
+    """
+
+    seconds: float
+    adding: float
+    output_tokens: int
+    steps: int
+    cached_tokens: int
+    preemptions: int
+
+
+def sampling(job: Job, temperature: float) -> SamplingParams:
+    """Exactly the job's tokens, as ids, told at the end."""
+    return SamplingParams(
+        temperature=temperature, max_tokens=job.output, ignore_eos=True, detokenize=False, output_kind=OutputKind.FINAL_ONLY
+    )
+
+
+@contextmanager
+def undisturbed(engine: Engine) -> Iterator[None]:
+    """No garbage of before is collected inside, and no prefix of before is found."""
+    engine.scheduler.reset_prefix_cache()
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def drive(engine: Engine, jobs: Sequence[Job], temperature: float = 0.0) -> Run:
+    """Run all jobs to their end. Raises ModelRunnerError when an output is not as long as asked."""
+    prompts = [{"prompt_token_ids": list(job.prompt)} for job in jobs]
+    params = [sampling(job, temperature) for job in jobs]
+    names = [str(place) for place in range(len(jobs))]
+    lengths = [0] * len(jobs)
+    stats, step = engine.scheduler.stats, engine.step
+    before = stats.steps, stats.cached_tokens, stats.preemptions
+    with undisturbed(engine):
+        start = perf_counter()
+        for name, prompt, param in zip(names, prompts, params, strict=True):
+            engine.add_request(name, prompt, param)
+        added = perf_counter()
+        while engine.has_unfinished():
+            for output in step():
+                lengths[int(output.request_id)] = len(output.outputs[0].token_ids)
+        end = perf_counter()
+    require(jobs, lengths)
+    counts = [now - then for now, then in zip((stats.steps, stats.cached_tokens, stats.preemptions), before, strict=True)]
+    return Run(end - start, added - start, sum(lengths), *counts)
+
+
+def require(jobs: Sequence[Job], lengths: Sequence[int]) -> None:
+    """A speed of anything but the work asked for would mean nothing."""
+    for place, (job, length) in enumerate(zip(jobs, lengths, strict=True)):
+        if length != job.output:
+            raise ModelRunnerError(f"request {place} gave {length} tokens and asked for {job.output}")
+
+
+def abandon(engine: Engine) -> None:
+    """End whatever is left, and take its last outputs."""
+    for name in list(engine.requests):
+        engine.abort(name)
+    while engine.has_unfinished():
+        engine.step()

@@ -1,0 +1,191 @@
+"""`host`: what a step costs the host, with no device to wait for, in time of the thread that runs the engine.
+
+The engine is real, its model has no weights, and once all rows decode its device does nothing: work is dropped, and records are made up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from time import thread_time_ns
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from modelrunner.batch import Plan, Record, Ticket, record_words
+from modelrunner.device import Event, PinnedBuffer
+from modelrunner.devices.cpu import CpuDevice, Done
+from modelrunner.hookspecs import hookimpl
+from modelrunner.offers import Offer
+from modelrunner.plugins.bench.drive import sampling, undisturbed
+from modelrunner.plugins.bench.scenarios import Job
+
+if TYPE_CHECKING:
+    import torch
+
+    from modelrunner.engine import Engine
+
+FloatArray = npt.NDArray[np.float64]
+ROWS = (1, 64, 256, 1024)
+CONTEXT = 4096
+PROMPT = 32  # tokens of the shortest prompt; rows start at every place of a page, so that they need new pages in turn
+PAGE = 16
+WARM_UP, STEPS = 64, 512
+TOKEN = 7
+PARTS = ("plan", "launch", "collect", "commit")
+
+
+class NullDevice(CpuDevice):
+    """A CPU until `hidden` is set; from then on it drops work, and answers that every row of `plan` sampled TOKEN.
+
+    nanoseconds: that this answering took, which are not the host's.
+    """
+
+    name = "null"
+
+    def __init__(self, settings: Any) -> None:
+        super().__init__(settings)
+        self.hidden = False
+        self.plan: Plan | None = None
+        self.nanoseconds = 0
+
+    def launch(self, work: Callable[[], None]) -> None:
+        if not self.hidden:
+            work()
+
+    def download(self, source: Callable[[], torch.Tensor], target: PinnedBuffer) -> Event:
+        if not self.hidden:
+            return super().download(source, target)
+        start, plan = thread_time_ns(), self.plan
+        assert plan is not None, "the bench tells the plan before each launch"
+        words = record_words(plan.num_draft)
+        records = target.array[: 4 * words * plan.num_rows].view(np.int32).reshape(plan.num_rows, words)
+        records[:] = (0, 0, 1, 0, -1, *[TOKEN] * (words - Record.TOKENS))
+        records[:, Record.ROW], records[:, Record.GENERATION] = plan.rows, plan.generations
+        self.nanoseconds += thread_time_ns() - start
+        return Done()
+
+
+class NullPlugin:
+    """Offers the device `null`."""
+
+    MODELRUNNER_API = ">=1,<2"
+
+    @hookimpl
+    def device(self) -> Offer[type[CpuDevice]]:
+        return Offer("null", lambda: NullDevice, fit="fallback", reason="for measuring the host")
+
+
+class Clock:
+    """Wraps the calls of an engine's loop and keeps how long each took. entries: name -> nanoseconds of each call, in order."""
+
+    def __init__(self, engine: Engine, device: NullDevice) -> None:
+        self.entries: dict[str, list[int]] = {name: [] for name in PARTS}
+        self._device = device
+        launch = engine.runner.launch
+
+        def told(plan: Plan) -> Ticket:
+            device.plan = plan
+            return launch(plan)
+
+        owners: Any = {"plan": engine.scheduler, "launch": engine.runner, "collect": engine.runner, "commit": engine.scheduler}
+        for name, owner in owners.items():
+            setattr(owner, name, self._timed(name, told if name == "launch" else getattr(owner, name)))
+
+    def _timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        entries, device = self.entries[name], self._device
+
+        def timed(*args: Any, **named: Any) -> Any:
+            hidden, start = device.nanoseconds, thread_time_ns()
+            result = call(*args, **named)
+            entries.append(thread_time_ns() - start - (device.nanoseconds - hidden))
+            return result
+
+        return timed
+
+    def clear(self) -> None:
+        for entries in self.entries.values():
+            entries.clear()
+
+
+def make_engine(max_rows: int) -> tuple[Engine, NullDevice]:
+    """An engine on the null device, with a model that costs nothing."""
+    from modelrunner.engine import Engine
+    from modelrunner.testing import ScriptedPlugin, mixed
+
+    settings = {
+        "model": "scripted",
+        "device.name": "null",
+        "cache.page_size": PAGE,
+        "scheduler.max_rows": max_rows,
+        "scheduler.max_batched_tokens": 16384,
+        "cache.num_pages": max_rows * -(-(PROMPT + PAGE + WARM_UP + STEPS + 8) // PAGE),
+    }
+    engine = Engine(settings, plugins=[ScriptedPlugin(mixed(), context=CONTEXT), NullPlugin()])
+    device = engine.assembly.device
+    assert isinstance(device, NullDevice), "the null device was asked for by name"
+    return engine, device
+
+
+def measure_host(scale: float = 1.0) -> Iterator[dict[str, Any]]:
+    """One record for each number of rows. scale: of rows and steps."""
+    rows = sorted({max(1, round(number * scale)) for number in ROWS})
+    steps = max(2 * PAGE, round(STEPS * scale) // PAGE * PAGE)
+    for number in rows:
+        engine, device = make_engine(max(rows))
+        try:
+            decode(engine, number)
+            yield {"scenario": "host", "engine": "modelrunner", "rows": number, **measure_steps(engine, device, steps)}
+        finally:
+            engine.close()
+
+
+def measure_steps(engine: Engine, device: NullDevice, steps: int) -> dict[str, Any]:
+    """Microseconds of a steady step: of the whole and of its parts.
+
+    A block is as many steps as a page has tokens, so that each has the same share of new pages. `us_per_step` and `parts_us` are medians
+    over blocks, `best_us` is the least block; single steps are in `spread_us`.
+    """
+    clock = Clock(engine, device)
+    device.hidden = True
+    with undisturbed(engine):
+        spend(engine, device, WARM_UP)
+        clock.clear()
+        total = spend(engine, device, steps)
+    device.hidden = False
+    blocks = means(total)
+    parts = {name: float(np.median(means(np.array(entries) / 1000))) for name, entries in clock.entries.items()}
+    whole = float(np.median(blocks))
+    return {
+        "steps": steps,
+        "us_per_step": whole,
+        "best_us": float(blocks.min()),
+        "parts_us": {**parts, "rest": whole - sum(parts.values())},
+        "spread_us": {"p50": float(np.median(total)), "p99": float(np.percentile(total, 99))},
+    }
+
+
+def means(values: FloatArray) -> FloatArray:
+    """The mean of each block of PAGE values."""
+    return np.asarray(values.reshape(-1, PAGE).mean(1))
+
+
+def decode(engine: Engine, number: int) -> None:
+    """Bring `number` requests to where each has its first token, and collect every step."""
+    for place in range(number):
+        prompt = [7 + (place * 37 + i) % 300 for i in range(PROMPT + place % PAGE)]
+        engine.add_request(str(place), {"prompt_token_ids": prompt}, sampling(Job((), CONTEXT // 2), 0.0))
+    requests = list(engine.requests.values())
+    while any(request.first_token_time is None for request in requests):
+        engine.step()
+    engine.drain()
+
+
+def spend(engine: Engine, device: NullDevice, steps: int) -> FloatArray:
+    """Take steps: microseconds of each, those of the device left out."""
+    taken = np.zeros(steps)
+    for at in range(steps):
+        hidden, start = device.nanoseconds, thread_time_ns()
+        engine.step()
+        taken[at] = thread_time_ns() - start - (device.nanoseconds - hidden)
+    return taken / 1000
