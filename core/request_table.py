@@ -17,7 +17,7 @@ import torch
 from modelrunner.batch import EMPTY_PATCH, Int32Array, Patch
 
 NUMPY_DTYPES: dict[torch.dtype, type[np.generic]] = {torch.int32: np.int32, torch.int64: np.int64, torch.float32: np.float32}
-RUN_OVERHEAD = 3  # words that a run costs in a packed patch beside its own: destination (2), length (1)
+RUN_OVERHEAD = 4  # words that a run costs in a packed patch beside its own: destination (2), length (1), start (1)
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,8 @@ class PlanPacker:
         patch, end = plan.patch, self.patch_start
         if patch.empty:
             return end
-        for part in (patch.dst.view(np.int32), patch.length, patch.words):
+        start = np.cumsum(patch.length, dtype=np.int32) - patch.length
+        for part in (patch.dst.view(np.int32), patch.length, start, patch.words):
             words[end : end + part.size] = part
             end += part.size
         return end
@@ -127,11 +128,11 @@ class StepBuffers:
         rows, generations, num_query = (self.staging[i * m : i * m + num_rows] for i in range(3))
         return rows, generations, num_query, self.staging[3 * m : 3 * m + num_rows + 1]
 
-    def patch(self, num_runs: int, num_words: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Views of the staged patch: dst [S] int64, length [S], words [W] int32."""
-        start = self.packer.patch_start
-        dst, length, words = torch.split(self.staging[start : start + 3 * num_runs + num_words], [2 * num_runs, num_runs, num_words])
-        return dst.view(torch.int64), length, words
+    def patch(self, num_runs: int, num_words: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Views of the staged patch: dst [S] int64; length, start [S] and words [W] int32. Arguments of `apply_patch`."""
+        first, sizes = self.packer.patch_start, [2 * num_runs, num_runs, num_runs, num_words]
+        dst, length, start, words = torch.split(self.staging[first : first + sum(sizes)], sizes)
+        return dst.view(torch.int64), length, start, words
 
     def batch(self, plan: Plan, shape: Shape, columns: Mapping[str, torch.Tensor]) -> Batch:
         """Views for one step."""

@@ -13,16 +13,16 @@ NO_LOGPROB = -1
 NO_TOKEN = -1
 
 
-def apply_patch(arena: torch.Tensor, dst: torch.Tensor, length: torch.Tensor, words: torch.Tensor) -> None:
-    """Write runs of words into the table, in place: run i puts its `length[i]` words at word `dst[i]`; its words follow those of run i - 1.
+def apply_patch(arena: torch.Tensor, dst: torch.Tensor, length: torch.Tensor, start: torch.Tensor, words: torch.Tensor) -> None:
+    """Write runs of words into the table, in place: run i puts the `length[i]` words from `words[start[i]]` on at word `dst[i]`.
 
-    arena: [W] int32. dst: [S] int64. length: [S] int32, summing to n. words: [n] int32. Runs do not overlap.
+    arena: [W] int32. dst: [S] int64. length: [S] int32, summing to n. start: [S] int32, the sum of the lengths before. words: [n] int32.
+    Runs do not overlap.
     """
     n = words.numel()
     if n == 0:
         return
-    first = torch.cumsum(length, 0) - length
-    place = torch.repeat_interleave(dst - first, length, output_size=n)
+    place = torch.repeat_interleave(dst - start, length, output_size=n)
     arena.index_copy_(0, place + torch.arange(n, device=arena.device), words)
 
 

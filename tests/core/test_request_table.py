@@ -26,7 +26,8 @@ def table(**options: int) -> RequestTable:
 
 
 def apply(table: RequestTable, patch: Patch) -> None:
-    apply_patch(table.arena, torch.from_numpy(patch.dst), torch.from_numpy(patch.length), torch.from_numpy(patch.words))
+    start = np.cumsum(patch.length, dtype=np.int32) - patch.length
+    apply_patch(table.arena, *(torch.from_numpy(part) for part in (patch.dst, patch.length, start, patch.words)))
 
 
 def test_a_new_table_holds_defaults_in_every_line() -> None:
@@ -86,8 +87,8 @@ def test_a_patch_has_a_capacity() -> None:
     assert builder.fits(10)
     assert not builder.fits(11)
     builder.elements("ids", np.arange(2), np.zeros(2, np.int64), np.ones(2))
-    assert builder.num_words == 8
-    assert not builder.fits(3)
+    assert builder.num_words == 2 + 2 * RUN_OVERHEAD
+    assert not builder.fits(1)
 
 
 @pytest.mark.parametrize(

@@ -36,13 +36,14 @@ def test_apply_patch(runs: int, rng: np.random.Generator) -> None:
     for dst, n in zip(places, length, strict=True):
         want[dst : dst + n] = words[start : start + n]
         start += n
-    apply_patch(arena, torch.from_numpy(places), torch.from_numpy(length), torch.from_numpy(words))
+    first = np.cumsum(length, dtype=np.int32) - length
+    apply_patch(arena, *(torch.from_numpy(part) for part in (places, length, first, words)))
     assert np.array_equal(arena.numpy(), want)
 
 
 def test_an_empty_patch_changes_nothing() -> None:
     arena = torch.arange(5, dtype=torch.int32)
-    apply_patch(arena, torch.empty(0, dtype=torch.int64), int32(), int32())
+    apply_patch(arena, torch.empty(0, dtype=torch.int64), int32(), int32(), int32())
     assert arena.tolist() == [0, 1, 2, 3, 4]
 
 

@@ -137,7 +137,8 @@ def apply_patch(ops: Any, draw: Draw, runs: int) -> Any:
     arena = draw.integers(0, 99, 4096, dtype=torch.int32)
     length = draw.integers(1, 9, runs, dtype=torch.int32)
     dst = (torch.randperm(512, generator=draw.generator)[:runs] * 8).to(draw.device)
-    ops.apply_patch(arena, dst, length, draw.integers(100, 999, int(length.sum()), dtype=torch.int32))
+    start = (length.cumsum(0) - length).int()
+    ops.apply_patch(arena, dst, length, start, draw.integers(100, 999, int(length.sum()), dtype=torch.int32))
     return arena
 
 
