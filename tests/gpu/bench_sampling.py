@@ -1,0 +1,129 @@
+"""Checks and times the sampling kernels on a GPU: `python tests/gpu/bench_sampling.py [--dry]`.
+
+Times are of CUDA graphs with several copies of the operation over different logits, in microseconds a call; GB/s: one read of the logits
+over that time. --dry: in Triton's interpreter, with small sizes and no times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+from collections.abc import Callable
+from typing import Any
+
+DRY = "--dry" in sys.argv
+if DRY:
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import torch  # noqa: E402
+
+from modelrunner.kernels.sampling import gpu, reference  # noqa: E402
+
+VOCAB = 331 if DRY else 151936
+ROWS = (1, 3) if DRY else (1, 8, 32, 128, 256, 1024)
+DTYPE = torch.float32 if DRY else torch.bfloat16
+DEVICE = "cpu" if DRY else "cuda"
+greedy, sample = gpu.OVERRIDES["greedy"], gpu.OVERRIDES["sample"]
+
+
+def columns(n: int, top_k: int | None, top_p: float | None, temperature: float) -> dict[str, torch.Tensor | None]:
+    """Arguments of `sample` beside the logits."""
+
+    def full(value: float | None, dtype: torch.dtype) -> torch.Tensor | None:
+        return None if value is None else torch.full((n,), value, dtype=dtype, device=DEVICE)
+
+    return {
+        "temperature": full(temperature, torch.float32),
+        "top_k": full(top_k, torch.int32),
+        "top_p": full(top_p, torch.float32),
+        "min_p": None,
+        "seed": torch.randint(-(2**62), 2**62, (n,), device=DEVICE),
+        "position": torch.randint(0, 9999, (n,), dtype=torch.int32, device=DEVICE),
+        "choice": torch.zeros(n, dtype=torch.int32, device=DEVICE),
+    }
+
+
+KINDS: dict[str, tuple[int | None, float | None] | None] = {
+    "greedy": None,
+    "plain": (None, None),
+    "k20 p.95": (20, 0.95),
+    "k200": (200, None),
+    "p.95": (None, 0.95),
+}
+# What the logits look like: spread of normal numbers, and how far ten tokens stand out.
+SHAPES = {"flat": (0.6, 0.0), "real": (2.5, 12.0)}
+
+
+def logits_of(n: int, shape: str) -> torch.Tensor:
+    spread, ahead = SHAPES[shape]
+    made = torch.randn(n, VOCAB, device=DEVICE) * spread
+    chosen = torch.randint(0, VOCAB, (n, 10), device=DEVICE)
+    return made.scatter_add_(1, chosen, ahead + torch.randn(n, 10, device=DEVICE) * 2 * (ahead > 0)).to(DTYPE)
+
+
+def call_of(kind: str, n: int, temperature: float) -> tuple[Callable[..., Any], Callable[..., Any], dict[str, Any]]:
+    found = KINDS[kind]
+    if found is None:
+        return greedy, reference.greedy, {}
+    return sample, reference.sample, columns(n, *found, temperature)
+
+
+def check(n: int, shape: str, temperature: float) -> list[str]:
+    """Lines about rows that differ from the reference."""
+    lines, logits = [], logits_of(n, shape)
+    for kind in KINDS:
+        ours, theirs, arguments = call_of(kind, n, temperature)
+        (tokens, ok), (want, want_ok) = ours(logits, **arguments), theirs(logits, **arguments)
+        wrong = int((tokens != want).sum())
+        if wrong or not torch.equal(ok, want_ok):
+            lines.append(f"{kind} {shape} n={n} T={temperature}: {wrong} tokens differ, ok equal {torch.equal(ok, want_ok)}")
+    return lines
+
+
+def time_of(kind: str, n: int, shape: str, temperature: float) -> float:
+    """Microseconds a call. Large batches read memory that the L2 cache does not hold; small ones find it there, as behind the head."""
+    copies = 20 if n <= 32 else 5
+    ours, _, arguments = call_of(kind, n, temperature)
+    given = [logits_of(n, shape) for _ in range(2)]
+    for logits in given:
+        ours(logits, **arguments)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(copies):
+            ours(given[i % 2], **arguments)
+    times = []
+    for _ in range(12):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) * 1000 / copies)
+    return statistics.median(times[2:])
+
+
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_known_args()
+    torch.manual_seed(0)
+    lines, rows = [], 0
+    for n in ROWS[:5]:
+        for shape in SHAPES:
+            for temperature in (0.6, 1.0):
+                lines += check(n, shape, temperature)
+                rows += n * len(KINDS)
+    print(f"checked {rows} rows, {len(lines)} cases differ", *lines, sep="\n", flush=True)
+    if DRY:
+        return
+    print(f"{'us (GB/s)':>14}" + "".join(f"{n:>15}" for n in ROWS))
+    for shape in SHAPES:
+        for kind in KINDS:
+            times = [time_of(kind, n, shape, 0.6) for n in ROWS]
+            cells = [f"{t:8.1f} ({n * VOCAB * 2 / t / 1000:4.0f})" for n, t in zip(ROWS, times, strict=True)]
+            print(f"{shape + ' ' + kind:>14}" + "".join(f"{cell:>15}" for cell in cells), flush=True)
+
+
+if __name__ == "__main__":
+    main()

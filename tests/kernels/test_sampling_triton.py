@@ -1,0 +1,142 @@
+"""The Triton sampling kernels choose the reference's tokens: exactly, but for noise that the two logarithms round apart to a near tie."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from triton_world import DEVICE, DTYPES, ON_GPU, close
+
+from modelrunner.kernels.sampling import philox, reference
+
+pytest.importorskip("triton")
+from modelrunner.kernels.sampling import noise, scan, settle
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy of infinities, in the interpreter
+
+INF = math.inf
+SIZES = [(1, 1), (2, 5), (5, 331), (3, 5000)]
+Filters = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+
+
+def same(out: tuple[torch.Tensor, ...], ref: tuple[torch.Tensor, ...]) -> None:
+    assert out[0].tolist() == ref[0].tolist()
+    assert out[1].tolist() == ref[1].tolist()
+    assert [t.dtype for t in out] == [t.dtype for t in ref]
+
+
+def made_logits(n: int, vocab: int, dtype: torch.dtype, scale: float = 3.0) -> torch.Tensor:
+    """A view with a row stride of its own, masked entries, and ties on a coarse grid in every second row."""
+    wide = torch.full((n, vocab + 7), math.nan)
+    wide[:, :vocab] = torch.randn(n, vocab) * scale
+    wide[::2, :vocab] = wide[::2, :vocab].mul(2).round().div(2)
+    wide[:, : vocab - 1 : 9] = -INF
+    return wide.to(DEVICE, dtype)[:, :vocab]
+
+
+def made_columns(n: int) -> tuple[torch.Tensor, ...]:
+    """temperature, seed, position, choice."""
+    seed = torch.randint(-(2**62), 2**62, (n,))
+    seed[0] = -1
+    choice = torch.randint(0, 9, (n,), dtype=torch.int32)
+    return tuple(t.to(DEVICE) for t in (torch.rand(n) * 1.5 + 0.05, seed, torch.randint(0, 9999, (n,)), choice))
+
+
+def check_sample(logits: torch.Tensor, columns: tuple[torch.Tensor, ...], filters: Filters = (None, None, None)) -> torch.Tensor:
+    kept = logits.clone()
+    out = settle.sample(logits, columns[0], *filters, *columns[1:])
+    same(out, reference.sample(logits, columns[0], *filters, *columns[1:]))
+    assert torch.equal(logits.nan_to_num(), kept.nan_to_num())
+    return out[0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("n", "vocab"), SIZES)
+def test_greedy(n: int, vocab: int, dtype: torch.dtype) -> None:
+    logits = made_logits(n, vocab, dtype)
+    same(settle.greedy(logits), reference.greedy(logits))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_greedy_of_strange_rows(dtype: torch.dtype) -> None:
+    """All masked, NaN (the first one), infinite, equal tokens in two chunks, both zeros; and with a temperature."""
+    logits = torch.full((8, 2500), -1.0)
+    logits[0] = -INF
+    logits[1, [7, 1300]] = math.nan
+    logits[2, [1030, 40]] = INF
+    logits[3, [2400, 1100]] = 5.0
+    logits[4] = -0.0
+    logits[4, 2000] = 0.0
+    logits[5, 1500:] = math.nan
+    logits[5, 3] = INF
+    logits[6, :2499] = -INF
+    logits[7, 0] = -INF
+    logits = logits.to(DEVICE, dtype)
+    same(settle.greedy(logits), reference.greedy(logits))
+    temperature, *draw = made_columns(8)
+    check_sample(logits, (temperature, *draw))
+    check_sample(logits, (temperature * 0, *draw))
+
+
+@pytest.mark.parametrize(("n", "vocab"), [(1, 1), (3, 331), (2, 5000)])
+def test_gumbel_noise(n: int, vocab: int) -> None:
+    _, *draw = made_columns(n)
+    close(noise.gumbel_noise(*draw, philox.PURPOSE_DRAFT, vocab), philox.gumbel_noise(*draw, philox.PURPOSE_DRAFT, vocab), "gumbel_noise")
+
+
+def test_given_uniforms() -> None:
+    logits, (temperature, *draw) = made_logits(2, 50, torch.float32), made_columns(2)
+    uniforms = torch.rand(2, 50, device=DEVICE)
+    out = settle.sample(logits, temperature, None, None, None, *draw, uniforms)
+    same(out, reference.sample(logits, temperature, None, None, None, *draw, uniforms))
+    assert torch.equal(noise.gumbel_noise(*draw, 0, 50, uniforms), philox.gumbel_noise(*draw, 0, 50, uniforms))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("n", "vocab"), SIZES)
+def test_sample_without_filters(n: int, vocab: int, dtype: torch.dtype) -> None:
+    check_sample(made_logits(n, vocab, dtype), made_columns(n))
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.01, 30.0, 1000.0])
+def test_flat_and_peaked_rows(scale: float) -> None:
+    """Equal logits leave the draw to the noise alone; far-off chunks and a small temperature may not overflow into it."""
+    logits, (temperature, *draw) = made_logits(6, 4100, torch.float32, scale), made_columns(6)
+    temperature[0], temperature[1], temperature[2] = 0.0, 2e-4, 50.0
+    check_sample(logits, (temperature, *draw))
+
+
+def made_filters(n: int, vocab: int, kind: str) -> Filters:
+    top_k = torch.randint(1, max(vocab // 4, 2), (n,), dtype=torch.int32)
+    top_k[0] = 0
+    top_p, min_p = torch.rand(n) * 0.98 + 0.02, torch.rand(n) * 0.2
+    top_p[-1], min_p[-1] = 1.0, 0.0
+    found = {"k": top_k, "p": top_p, "m": min_p}
+    return tuple(found[name].to(DEVICE) if name in kind else None for name in "kpm")  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("kind", ["k", "p", "m", "kp", "kpm"])
+@pytest.mark.parametrize(("n", "vocab"), SIZES)
+def test_filters(n: int, vocab: int, kind: str) -> None:
+    dtype = DTYPES[(n + len(kind)) % len(DTYPES)]
+    check_sample(made_logits(n, vocab, dtype), made_columns(n), made_filters(n, vocab, kind))
+
+
+def test_every_chunk_size_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits, columns = made_logits(3, 3000, torch.float32), made_columns(3)
+    one = check_sample(logits, columns)
+    monkeypatch.setattr(scan, "steps_of", lambda n, chunks: 2)
+    assert check_sample(logits, columns).tolist() == one.tolist()
+
+
+@pytest.mark.skipif(not ON_GPU, reason="too many rows for the interpreter")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocab", [151936, 49152, 262144, 151937])
+def test_real_vocabularies(vocab: int, dtype: torch.dtype) -> None:
+    n = 48
+    logits, columns = made_logits(n, vocab, dtype, 2.0), made_columns(n)
+    same(settle.greedy(logits), reference.greedy(logits))
+    check_sample(logits, columns)
+    top_k = torch.randint(0, 200, (n,), dtype=torch.int32, device=DEVICE)
+    check_sample(logits, columns, (top_k, torch.rand(n, device=DEVICE) * 0.5 + 0.5, torch.rand(n, device=DEVICE) * 0.01))
