@@ -1,0 +1,78 @@
+"""What the area `linear` gives to CUDA devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import triton
+
+from modelrunner.kernels.activation.gated import SILU
+from modelrunner.kernels.builds import Build
+from modelrunner.kernels.linear.gemv import gemv_kernel
+from modelrunner.kernels.linear.plan import Gemv, plan
+from modelrunner.kernels.linear.products import int8_matmul, matmul, matmul_add, norm_gated_matmul, norm_matmul
+from modelrunner.kernels.linear.tiles import sum_kernel, tile_kernel
+
+OVERRIDES: dict[str, Callable[..., Any]] = {
+    "matmul": matmul,
+    "int8_matmul": int8_matmul,
+    "matmul_add": matmul_add,
+    "norm_matmul": norm_matmul,
+    "norm_gated_matmul": norm_gated_matmul,
+}
+
+_NUMBERS = {"T": "i32", "N": "i32", "x_stride": "i32", "residual_stride": "i32", "eps": "fp32"}
+_DIVISIBLE = ("N", "x_stride", "residual_stride")
+
+
+def builds(kind: str, rows: int, outputs: int, inner: int, dtype: str = "bf16") -> list[Build]:
+    """What one product launches. kind: "plain", "norm", "add", "gated" (with a norm) or "int8"."""
+    act = SILU if kind == "gated" else 0
+    tiles = plan(rows, outputs, inner, 16 if dtype != "fp32" else 32, act != 0, kind in ("norm", "gated"), dtype == "fp16")
+    if tiles is None:
+        return []
+    given = {"x_ptr": dtype, "w_ptr": "i8" if kind == "int8" else dtype, "out_ptr": dtype}
+    fused = isinstance(tiles, Gemv) or tiles.fused_norm
+    given |= {"norm_ptr": dtype} if kind in ("norm", "gated") and fused else {}
+    given |= {"residual_ptr": dtype} if kind == "add" else {}
+    given |= {"scale_ptr": "fp32"} if kind == "int8" else {}
+    split = 1 if isinstance(tiles, Gemv) else tiles.split
+    given |= {"part_ptr": "fp32"} if split > 1 else {}
+    names = ("x_ptr", "norm_ptr", "w_ptr", "scale_ptr", "residual_ptr", "out_ptr", "part_ptr")
+    signature = {k: f"*{v}" for k, v in given.items()} | _NUMBERS
+    none = {name: None for name in names if name not in given}
+    if isinstance(tiles, Gemv):
+        del none["part_ptr"]
+        constants = {"T": rows, "K": inner, "BN": tiles.bn, "BK": tiles.bk, "ACT": act, "PDL": True}
+        return [Build(gemv_kernel, signature, none | constants, tiles.warps, divisible=_DIVISIBLE)]
+    common = {"K": inner, "SPLIT": split, "ACT": act, "PDL": True}
+    constants = {"BT": tiles.bt, "BN": tiles.bn, "BK": tiles.bk, "WARM": tiles.warm}
+    found = [Build(tile_kernel, signature, none | common | constants, tiles.warps, tiles.stages, divisible=_DIVISIBLE)]
+    if split > 1:
+        constants = {"BLOCK_K": triton.next_power_of_2(inner), "BLOCK": 256}
+        found.append(Build(sum_kernel, signature, none | common | constants, 2, divisible=_DIVISIBLE))
+    return found
+
+
+BUILDS: list[Build] = [
+    build
+    for rows in (1, 4, 16, 64)
+    for kind, outputs, inner in [
+        ("norm", 4096, 1024),  # Qwen3-0.6B: qkv, o, gate and up, down, head
+        ("add", 1024, 2048),
+        ("gated", 3072, 1024),
+        ("add", 1024, 3072),
+        ("plain", 151936, 1024),
+        ("norm", 6144, 4096),  # Qwen3-8B
+        ("add", 4096, 4096),
+        ("gated", 12288, 4096),
+        ("add", 4096, 12288),
+        ("norm", 960, 576),  # SmolLM2-135M
+        ("gated", 1536, 576),
+        ("add", 576, 1536),
+    ]
+    for build in builds(kind, rows, outputs, inner)
+]
+BUILDS += builds("norm", 4, 4096, 1024, "fp32") + builds("gated", 32, 3072, 1024, "fp16") + builds("int8", 1, 4096, 1024)
+BUILDS += builds("int8", 32, 1024, 3072)

@@ -1,0 +1,72 @@
+"""Which kernel multiplies how many rows, and with which tiles: a pure function of shapes and types."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+GEMV_ROWS = 4  # beyond, tensor cores
+TILE_ROWS = 64  # beyond, the vendor's library
+PROGRAMS = 128  # that keep the GPU busy
+
+
+@dataclass(frozen=True)
+class Gemv:
+    """Tiles of `gemv_kernel`: bn outputs a program, K in steps of bk."""
+
+    bn: int
+    bk: int
+    warps: int
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Tiles of `tile_kernel`: bn outputs and bt rows a program, K in `split` parts and steps of bk. fused_norm: False gives the norm a
+    launch of its own."""
+
+    bt: int
+    bn: int
+    bk: int
+    split: int
+    warps: int
+    stages: int
+    fused_norm: bool = True
+    warm: bool = True
+
+
+@cache
+def plan(rows: int, outputs: int, inner: int, bits: int, gated: bool, norm: bool, half: bool) -> Gemv | Tiles | None:
+    """None: the vendor's library, with norm and activation in launches of their own.
+
+    outputs: of the product (of gate and up each, if gated). bits: of x's type. half: x is float16, whose range is too small for
+    x * norm weight without 1 / rms.
+    """
+    if inner % 16 or outputs < 16:
+        return None
+    if rows <= GEMV_ROWS:
+        return _gemv(inner, gated)
+    if rows > TILE_ROWS or bits != 16:
+        return None
+    return _tiles(rows, outputs, inner, gated, norm and not half)
+
+
+def _gemv(inner: int, gated: bool) -> Gemv | None:
+    bn = 2 if gated else 4
+    if inner <= 768:
+        return Gemv(bn, 256, 1)
+    if inner <= 4096:
+        return Gemv(bn, 1024, 4)
+    return Gemv(max(1, bn // 2), 2048, 8) if inner <= 16384 else None
+
+
+def _tiles(rows: int, outputs: int, inner: int, gated: bool, fused_norm: bool) -> Tiles:
+    bt = max(16, 1 << (rows - 1).bit_length())
+    parts = 2 if gated else 1
+    if outputs >= 128 * PROGRAMS:
+        return Tiles(bt, 128 // parts, 64, 1, 4, 4, fused_norm)
+    if bt == 16 and outputs >= 16 * PROGRAMS:
+        return Tiles(bt, 16, 256, 1, 4, 3 if gated else 4, fused_norm)
+    split = 1
+    while split < 8 and outputs // 64 * split < PROGRAMS and inner // (2 * split) >= 256:
+        split *= 2
+    return Tiles(bt, 64, 128 // parts, split, 4, 4, fused_norm)

@@ -1,0 +1,141 @@
+"""Products of up to a few hundred rows on tensor cores, built to stream weights.
+
+The weights are the tall operand: a program multiplies BN of their rows by up to BT rows of x. Where that leaves too few programs for the
+GPU, K is split among programs, and `sum_kernel` adds the parts in their order. Weights start their way into the L2 cache before the input
+is there. With a norm, x is multiplied by the norm's weight alone, and the sums by 1 / rms in the end (the squares are added up on the way).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from modelrunner.kernels.activation.gated import gated
+
+
+@triton.jit
+def _prefetch(w_ptr, first, bound, K: tl.constexpr, BN: tl.constexpr, BYTES: tl.constexpr, ITEM: tl.constexpr):
+    """Fetch BYTES of each of BN rows of w_ptr into the L2 cache; `first`: row, `bound`: the last one there is."""
+    LINES: tl.constexpr = (BYTES + 127) // 128
+    COUNT: tl.constexpr = triton.next_power_of_2(BN * LINES)
+    line = tl.arange(0, COUNT)
+    row = tl.minimum(first + line // LINES, bound).to(tl.int64)
+    address = w_ptr.to(tl.int64) + row * (K * ITEM) + (line % LINES) * 128
+    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def _chunk(ptr, row, column, K: tl.constexpr, EVEN: tl.constexpr):
+    if EVEN:
+        return tl.load(ptr + row + column)
+    return tl.load(ptr + row + column, mask=column < K, other=0.0)
+
+
+@triton.jit
+def tile_kernel(
+    x_ptr, norm_ptr, w_ptr, scale_ptr, residual_ptr, out_ptr, part_ptr, T, N, x_stride, residual_stride, eps,
+    K: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, ACT: tl.constexpr,
+    WARM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """As `gemv_kernel`, for T rows. Program (n, s, t): BN outputs, part s of K, BT rows.
+
+    part_ptr: None, or float32 [SPLIT, T, N or 2N], which gets plain sums instead of out; `sum_kernel` does the rest.
+    """
+    if PDL:
+        gdc_launch_dependents()
+    STEPS: tl.constexpr = (K + BK * SPLIT - 1) // (BK * SPLIT)
+    EVEN: tl.constexpr = K % (BK * SPLIT) == 0
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    split = tl.program_id(1)
+    start = split * (STEPS * BK)
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    row = tl.minimum(n, N - 1).to(tl.int64)
+    t = tl.program_id(2) * BT + tl.arange(0, BT)
+    if WARM:
+        ITEM: tl.constexpr = w_ptr.dtype.element_ty.primitive_bitwidth // 8
+        _prefetch(w_ptr + start, tl.program_id(0) * BN, N - 1, K, BN, STEPS * BK * ITEM, ITEM)
+        if ACT != 0:
+            _prefetch(w_ptr + start, tl.program_id(0) * BN + N, 2 * N - 1, K, BN, STEPS * BK * ITEM, ITEM)
+    if PDL:
+        gdc_wait()
+    x_row = (tl.minimum(t, T - 1).to(tl.int64) * x_stride)[:, None]
+    w_row = (row * K)[:, None]
+    up_row = ((row + N) * K)[:, None]
+    total = tl.zeros([BN, BT], tl.float32)
+    up = tl.zeros([BN, BT], tl.float32)
+    squares = tl.zeros([BT, BK], tl.float32)
+    for i in tl.range(STEPS):
+        column = (start + i * BK + tl.arange(0, BK))[None, :]
+        w = _chunk(w_ptr, w_row, column, K, EVEN)
+        x = _chunk(x_ptr, x_row, column, K, EVEN)
+        if norm_ptr is not None:
+            wide = x.to(tl.float32)
+            squares += wide * wide
+            x = (wide * _chunk(norm_ptr, x_row * 0, column, K, EVEN).to(tl.float32)).to(dtype)
+        x = tl.trans(x)
+        total = tl.dot(w.to(dtype), x, total, input_precision="ieee")
+        if ACT != 0:
+            w_up = _chunk(w_ptr, up_row, column, K, EVEN)
+            up = tl.dot(w_up.to(dtype), x, up, input_precision="ieee")
+    inside = (n < N)[:, None] & (t < T)[None, :]
+    if part_ptr is not None:
+        WIDTH = N * (2 if ACT != 0 else 1)
+        at = part_ptr + (split.to(tl.int64) * T + t)[None, :] * WIDTH + n[:, None]
+        tl.store(at, total, mask=inside)
+        if ACT != 0:
+            tl.store(at + N, up, mask=inside)
+    else:
+        if norm_ptr is not None:
+            rstd = tl.rsqrt(tl.sum(squares, 1) / K + eps)[None, :]
+            total *= rstd
+            up *= rstd
+        if scale_ptr is not None:
+            total *= tl.load(scale_ptr + row)[:, None]
+            if ACT != 0:
+                up *= tl.load(scale_ptr + row + N)[:, None]
+        if ACT != 0:
+            total = gated(total.to(dtype), up.to(dtype), ACT).to(tl.float32)
+        t64 = t.to(tl.int64)[None, :]
+        if residual_ptr is not None:
+            total += tl.load(residual_ptr + t64 * residual_stride + n[:, None], mask=inside, other=0.0).to(tl.float32)
+        tl.store(out_ptr + t64 * N + n[:, None], total.to(dtype), mask=inside)
+
+
+@triton.jit
+def sum_kernel(
+    part_ptr, x_ptr, norm_ptr, scale_ptr, residual_ptr, out_ptr, T, N, x_stride, residual_stride, eps,
+    K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr, ACT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Adds the parts of `tile_kernel` in their order and finishes them. Program (t, c): columns c * BLOCK onwards of row t."""
+    if PDL:
+        gdc_launch_dependents()
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    t = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = n < N
+    WIDTH = N * (2 if ACT != 0 else 1)
+    if PDL:
+        gdc_wait()
+    total = tl.zeros([BLOCK], tl.float32)
+    up = tl.zeros([BLOCK], tl.float32)
+    for s in tl.static_range(SPLIT):
+        at = part_ptr + (s * T + t) * WIDTH + n
+        total += tl.load(at, mask=inside, other=0.0)
+        if ACT != 0:
+            up += tl.load(at + N, mask=inside, other=0.0)
+    if norm_ptr is not None:
+        column = tl.arange(0, BLOCK_K)
+        x = tl.load(x_ptr + t * x_stride + column, mask=column < K, other=0.0).to(tl.float32)
+        rstd = tl.rsqrt(tl.sum(x * x, 0) / K + eps)
+        total *= rstd
+        up *= rstd
+    if scale_ptr is not None:
+        total *= tl.load(scale_ptr + n, mask=inside, other=0.0)
+        if ACT != 0:
+            up *= tl.load(scale_ptr + N + n, mask=inside, other=0.0)
+    if ACT != 0:
+        total = gated(total.to(dtype), up.to(dtype), ACT).to(tl.float32)
+    if residual_ptr is not None:
+        total += tl.load(residual_ptr + t * residual_stride + n, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + t * N + n, total.to(dtype), mask=inside)

@@ -1,0 +1,350 @@
+"""Checks and times the matrix products of a decode step, sweeping their tiles: `python3 -P tests/gpu/bench_products.py`.
+
+Times are microseconds a launch in a CUDA graph over the weights of all layers, so that the second-level cache does not help; `chain` is the
+dependent chain of a whole step without attention and head. `--dry` runs it once, tiny, in the interpreter. Results also go to
+$OUT/products.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import statistics
+import sys
+import time
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+DRY = "--dry" in sys.argv
+if DRY:
+    os.environ["TRITON_INTERPRET"] = "1"
+try:
+    import modelrunner  # noqa: F401
+except ImportError:  # not installed: the kernels need nothing but their own folder
+    sys.modules["modelrunner"] = package = types.ModuleType("modelrunner")
+    package.__path__ = []
+    sys.modules["modelrunner.kernels"] = kernels = types.ModuleType("modelrunner.kernels")
+    kernels.__path__ = [str(Path(__file__).parents[2] / "kernels")]
+
+import torch  # noqa: E402
+
+from modelrunner.kernels.activation.gated import silu_mul  # noqa: E402
+from modelrunner.kernels.linear.launch import Extras, run  # noqa: E402
+from modelrunner.kernels.linear.plan import Gemv, Tiles, plan  # noqa: E402
+from modelrunner.kernels.norm.rows import rms_norm  # noqa: E402
+
+DTYPE = torch.float32 if DRY else torch.bfloat16
+DEVICE = torch.device("cpu" if DRY else "cuda")
+BYTES_PER_US = 4.29e6
+EPS = 1e-6
+Config = Gemv | Tiles | None
+
+
+@dataclass(frozen=True)
+class Product:
+    """kind: plain, norm, add or gated. outputs: of gate and up each."""
+
+    name: str
+    kind: str
+    outputs: int
+    inner: int
+
+    @property
+    def weight_shape(self) -> tuple[int, int]:
+        return (self.outputs * (2 if self.kind == "gated" else 1), self.inner)
+
+    @property
+    def floor(self) -> float:
+        return 2 * self.weight_shape[0] * self.inner / BYTES_PER_US
+
+
+@dataclass(frozen=True)
+class Model:
+    name: str
+    layers: int  # that are timed
+    scale: float  # all layers over these
+    products: tuple[Product, ...]  # qkv, o, gate_up, down, head
+
+
+def model(name: str, layers: int, scale: float, hidden: int, heads: int, qkv: int, inner: int, vocab: int) -> Model:
+    layer = (("qkv", "norm", qkv, hidden), ("o", "add", hidden, heads), ("gate_up", "gated", inner, hidden), ("down", "add", hidden, inner))
+    return Model(name, layers, scale, tuple(Product(*shape) for shape in (*layer, ("head", "plain", vocab, hidden))))
+
+
+MODELS = {
+    "0.6b": model("0.6b", 28, 1, 1024, 2048, 4096, 3072, 151936),
+    "8b": model("8b", 8, 36 / 8, 4096, 4096, 6144, 12288, 151936),
+    "dry": model("dry", 2, 1, 64, 64, 96, 96, 128),
+}
+# bn, bk, warps
+GEMVS = [(bn, bk, warps) for bk, warps in ((256, 1), (512, 2), (1024, 4), (2048, 8)) for bn in (1, 2, 4, 8)]
+# bn, bk, split, warps, stages
+TILES = [
+    (16, 256, 1, 4, 4), (16, 256, 1, 2, 4), (16, 128, 1, 4, 6), (16, 512, 1, 4, 2), (16, 256, 2, 4, 4),
+    (32, 128, 1, 4, 5), (32, 256, 1, 4, 3), (32, 128, 2, 4, 5), (32, 128, 4, 4, 4),
+    (64, 128, 1, 4, 4), (64, 64, 1, 4, 6), (64, 128, 2, 4, 4), (64, 128, 4, 4, 4), (64, 128, 8, 4, 3), (64, 64, 8, 4, 4),
+    (128, 64, 1, 4, 4), (128, 64, 1, 8, 5), (128, 128, 1, 8, 3), (128, 64, 2, 8, 4), (128, 64, 4, 8, 4), (128, 64, 8, 8, 4),
+]  # fmt: skip
+
+
+def candidates(product: Product, rows: int) -> Iterator[Gemv | Tiles]:
+    """Configurations worth a try: enough programs, and weights that fit into registers or shared memory."""
+    parts = 2 if product.kind == "gated" else 1
+    if rows <= 8:
+        for bn, bk, warps in GEMVS:
+            registers = parts * bn * product.inner / (warps * 64)
+            if bk <= max(256, product.inner) and 8 <= registers <= (128 if rows <= 2 else 64) and product.outputs // bn >= 128:
+                yield Gemv(bn, bk, warps)
+    if rows >= 4:
+        bt = min(64, max(16, 1 << (rows - 1).bit_length()))
+        for bn, bk, split, warps, stages in TILES:
+            programs = product.outputs // bn * split * -(-rows // bt)
+            shared = stages * bk * 2 * (bn * parts + bt * (2 if product.kind in ("norm", "gated") else 1))
+            if 44 <= programs <= (3000 if product.name == "head" else 1024) and shared <= 225_000 and product.inner // split >= bk:
+                yield Tiles(bt, bn, bk, split, warps, stages)
+
+
+def variants(config: Gemv | Tiles, product: Product) -> list[Gemv | Tiles]:
+    """Of the best: the norm apart, no early fetch."""
+    if isinstance(config, Gemv):
+        return []
+    apart = [replace(config, fused_norm=False)] if product.kind in ("norm", "gated") else []
+    return [*apart, replace(config, warm=False)]
+
+
+def default(product: Product, rows: int) -> Config:
+    return plan(rows, product.outputs, product.inner, 16, product.kind == "gated", product.kind in ("norm", "gated"), False)
+
+
+class Layer:
+    """Weights of one layer, and how its products run."""
+
+    def __init__(self, products: tuple[Product, ...]) -> None:
+        self.weights = {p.name: (torch.randn(p.weight_shape, device=DEVICE) * p.inner**-0.5).to(DTYPE) for p in products}
+        self.norms = {p.name: (1 + 0.1 * torch.randn(p.inner, device=DEVICE)).to(DTYPE) for p in products}
+
+
+def multiply(p: Product, layer: Layer, x: torch.Tensor, residual: torch.Tensor, config: Config) -> torch.Tensor:
+    weight, norm = layer.weights[p.name], layer.norms[p.name]
+    if config is None:
+        if p.kind == "add":
+            return torch.addmm(residual, x, weight.t())
+        out = torch.nn.functional.linear(rms_norm(x, norm, EPS) if p.kind in ("norm", "gated") else x, weight)
+        return silu_mul(out) if p.kind == "gated" else out
+    if p.kind == "add":
+        return run(config, x, weight, Extras(residual=residual))
+    if p.kind == "plain":
+        return run(config, x, weight)
+    return run(config, x, weight, Extras(norm=norm, eps=EPS, act=int(p.kind == "gated")))
+
+
+def exact(p: Product, layer: Layer, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    wide = x.double()
+    if p.kind in ("norm", "gated"):
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS) * layer.norms[p.name].double()
+    out = wide @ layer.weights[p.name].double().T
+    if p.kind == "gated":
+        gate, up = out.chunk(2, -1)
+        return torch.nn.functional.silu(gate) * up
+    return out + residual.double() if p.kind == "add" else out
+
+
+def time_graph(work: Callable[[], None]) -> float:
+    """Microseconds of one run of `work` in a graph: the median of seven."""
+    if DRY:
+        work()
+        return 1.0
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        work()
+    times, replays = [], 3
+    for i in range(8):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(replays):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / replays)
+        if i == 0:
+            replays = max(3, min(50, int(3000 / times[0])))
+    return statistics.median(times[1:])
+
+
+class Bench:
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self.layers = [Layer(model.products[:4]) for _ in range(model.layers)]
+        self.head = [Layer(model.products[4:])] * 2
+
+    def inputs(self, p: Product, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.randn(rows, p.inner + 64, device=DEVICE).to(DTYPE)[:, 64:]
+        return x, torch.randn(rows, p.outputs, device=DEVICE).to(DTYPE)
+
+    def error(self, p: Product, rows: int, config: Config) -> float:
+        """Relative, against float64."""
+        x, residual = self.inputs(p, rows)
+        layer = (self.head if p.name == "head" else self.layers)[0]
+        want = exact(p, layer, x, residual)
+        return ((multiply(p, layer, x, residual, config).double() - want).norm() / want.norm()).item()
+
+    def time(self, p: Product, rows: int, config: Config) -> float:
+        """Microseconds a launch."""
+        x, residual = self.inputs(p, rows)
+        layers = self.head if p.name == "head" else self.layers
+
+        def work() -> None:
+            for layer in layers:
+                multiply(p, layer, x, residual, config)
+
+        return time_graph(work) / len(layers)
+
+    def chain(self, rows: int, configs: dict[str, Config]) -> tuple[float, torch.Tensor]:
+        """(microseconds of all layers of the model, without head and attention; the last hidden state)."""
+        qkv, o, gate_up, down = self.model.products[:4]
+        torch.manual_seed(rows)
+        start = torch.randn(rows, qkv.inner, device=DEVICE).to(DTYPE)
+        result = torch.full_like(start, float("nan"))
+
+        def work() -> None:
+            hidden = start
+            for layer in self.layers:
+                heads = multiply(qkv, layer, hidden, hidden, configs["qkv"])[:, : o.inner]
+                hidden = multiply(o, layer, heads, hidden, configs["o"])
+                inner = multiply(gate_up, layer, hidden, hidden, configs["gate_up"])
+                hidden = multiply(down, layer, inner, hidden, configs["down"])
+            result.copy_(hidden)
+
+        return time_graph(work) * self.model.scale, result.double()
+
+
+@cache
+def _tensors(name: str, product: str) -> tuple[Product, Layer]:
+    p = next(p for p in MODELS[name].products if p.name == product)
+    layer = Layer((p,))
+    return p, layer
+
+
+def compile_one(job: tuple[str, str, int, Gemv | Tiles]) -> None:
+    """Puts the kernels of a job into the compiler's cache."""
+    name, product, rows, config = job
+    p, layer = _tensors(name, product)
+    x = torch.randn(rows, p.inner + 64, device=DEVICE).to(DTYPE)[:, 64:]
+    try:
+        multiply(p, layer, x, torch.randn(rows, p.outputs, device=DEVICE).to(DTYPE), config)
+        torch.cuda.synchronize()
+    except Exception as error:
+        print(f"does not run: {name} {product} rows {rows} {short(config)}: {type(error).__name__}: {str(error)[:160]}", flush=True)
+
+
+def compile_all(jobs: list[tuple[str, str, int, Gemv | Tiles]], processes: int) -> None:
+    jobs = sorted(jobs, key=lambda j: j[:2])
+    share = -(-len(jobs) // processes)
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:
+        pool.map(compile_one, jobs, chunksize=max(1, share // 3))
+
+
+def short(config: Config) -> str:
+    if config is None:
+        return "cuBLAS"
+    if isinstance(config, Gemv):
+        return f"gemv {config.bn}x{config.bk} w{config.warps}"
+    marks = ("" if config.fused_norm else " norm apart") + ("" if config.warm else " cold")
+    return f"tile {config.bt}t {config.bn}x{config.bk}/{config.split} w{config.warps} s{config.stages}{marks}"
+
+
+def sweep(bench: Bench, p: Product, rows: int, full: bool) -> list[tuple[float, Config]]:
+    """(microseconds, configuration), best first; wrong ones are told and left out."""
+    found: list[tuple[float, Config]] = []
+
+    def measure(config: Config) -> None:
+        try:
+            error = bench.error(p, rows, config)
+            if not error < (1e-4 if DRY else 1e-2):
+                print(f"WRONG: {p.name} rows {rows} {short(config)}: relative error {error:.1e}")
+                return
+            found.append((bench.time(p, rows, config), config))
+        except Exception as error:
+            print(f"fails: {p.name} rows {rows} {short(config)}: {type(error).__name__}: {str(error)[:160]}")
+
+    chosen = default(p, rows)
+    for config in dict.fromkeys([None, chosen, *(candidates(p, rows) if full else ())]):
+        measure(config)
+    tiles = [(t, c) for t, c in found if c is not None]
+    if full and tiles:
+        for config in variants(min(tiles, key=lambda pair: pair[0])[1], p):
+            measure(config)
+    return sorted(found, key=lambda pair: pair[0])
+
+
+def report(bench: Bench, rows: int, full: bool) -> list[dict[str, object]]:
+    records: list[dict[str, object]] = []
+    best: dict[str, Config] = {}
+    for p in bench.model.products:
+        found = sweep(bench, p, rows, full)
+        seen = {config: t for t, config in found}
+        best[p.name] = found[0][1] if found else None
+        chosen = default(p, rows)
+        others = " | ".join(f"{t:.2f} {short(c)}" for t, c in found[:4])
+        mine = f"{seen[chosen]:.2f}" if chosen in seen else "-"
+        print(f"{bench.model.name} {rows:4} {p.name:8} {p.floor:7.2f} {seen.get(None, 0):7.2f} {mine:>7} | {others}", flush=True)
+        records += [{"model": bench.model.name, "rows": rows, "product": p.name, "us": t, "config": short(c)} for t, c in found]
+    none: dict[str, Config] = dict.fromkeys(best)
+    shipped = {p.name: default(p, rows) for p in bench.model.products}
+    (library, want), (ours, got), (swept, other) = (bench.chain(rows, c) for c in (none, shipped, best))
+    far = max(((out - want).norm() / want.norm()).item() for out in (got, other))
+    floor = sum(p.floor for p in bench.model.products[:4]) * bench.model.layers * bench.model.scale
+    times = f"floor {floor:.0f}, cuBLAS {library:.0f}, default {ours:.0f}, best singles {swept:.0f}"
+    print(f"{bench.model.name} {rows:4} chain: {times}; relative difference {far:.1e}{'' if far < 3e-2 else ' WRONG'}", flush=True)
+    records.append({"model": bench.model.name, "rows": rows, "product": "chain", "us": [library, ours, swept]})
+    return records
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rows", default="1,2,4,8,16,32,64,128", help="of Qwen3-0.6B")
+    parser.add_argument("--large-rows", default="1,32", help="of Qwen3-8B; none: leave it out")
+    parser.add_argument("--quick", action="store_true", help="no sweep: the shipped configurations alone")
+    parser.add_argument("--processes", type=int, default=14)
+    parser.add_argument("--dry", action="store_true")
+    options = parser.parse_args()
+    plans = {"0.6b": options.rows, "8b": options.large_rows}
+    todo = {name: [int(r) for r in rows.split(",") if r] for name, rows in plans.items()}
+    if DRY:
+        todo = {"dry": [1, 16]}
+    begun = time.time()
+    if not DRY:
+        jobs = {
+            (name, p.name, rows, config): None
+            for name, many in todo.items()
+            for rows in many
+            for p in MODELS[name].products
+            for config in [default(p, rows), *([] if options.quick else candidates(p, rows))]
+            if config is not None
+        }
+        compile_all(list(jobs), options.processes)
+        print(f"{len(jobs)} jobs compiled in {time.time() - begun:.0f} s", flush=True)
+    print("model rows product    floor  cuBLAS default | best", flush=True)
+    records: list[dict[str, object]] = []
+    for name, many in todo.items():
+        if many:
+            bench = Bench(MODELS[name])
+            for rows in many:
+                records += report(bench, rows, not options.quick and not DRY)
+            del bench
+    if folder := os.environ.get("OUT"):
+        (Path(folder) / "products.json").write_text(json.dumps(records))
+    print(f"{time.time() - begun:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""The Triton matrix products against their plain chains, for every kernel and awkward sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from triton_world import DEVICE, DTYPES, close
+
+from modelrunner.kernels.activation import reference as activation_reference
+from modelrunner.kernels.linear.reference import int8_matmul, matmul
+from modelrunner.kernels.norm.reference import rms_norm
+from modelrunner.ops import Tolerance
+
+pytest.importorskip("triton")
+from modelrunner.kernels.linear import launch
+from modelrunner.kernels.linear.gpu import BUILDS, OVERRIDES
+from modelrunner.kernels.linear.launch import Extras
+from modelrunner.kernels.linear.plan import Gemv, Tiles, plan
+
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+# The chain rounds its intermediate results; the fused form does not.
+FUSED = Tolerance({torch.float32: (2e-5, 2e-5), torch.float16: (4e-3, 4e-3), torch.bfloat16: (3e-2, 3e-2)})
+GEMVS = [Gemv(4, 64, 1), Gemv(2, 256, 4), Gemv(16, 128, 2)]
+TILES = [Tiles(16, 16, 64, 1, 4, 3), Tiles(16, 32, 64, 4, 4, 2), Tiles(32, 64, 32, 2, 4, 3, False), Tiles(64, 64, 64, 1, 4, 3)]
+
+
+@pytest.fixture(autouse=True)
+def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every buffer that a launcher takes is NaN: what a kernel does not write is seen."""
+    monkeypatch.setattr(torch, "empty", lambda *size, **kw: torch.full(*size, float("nan"), **kw))
+
+
+def noise(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
+    return (torch.randn(shape) * scale).to(DEVICE, dtype)
+
+
+def world(rows: int, outputs: int, inner: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """x and residual are slices of wider tensors."""
+    return {
+        "x": noise(rows, inner + 24, dtype=dtype)[:, 16 : inner + 16],
+        "norm": 1 + noise(inner, dtype=dtype, scale=0.2),
+        "weight": noise(outputs, inner, dtype=dtype, scale=inner**-0.5),
+        "residual": noise(rows, outputs + 8, dtype=dtype)[:, 8:],
+    }
+
+
+@pytest.mark.parametrize("tiles", [*GEMVS, *TILES], ids=str)
+@pytest.mark.parametrize(
+    ("outputs", "inner", "dtype"), [(96, 576, DTYPES[-1]), (37, 200, torch.float32), (64, 512, torch.float16)], ids=str
+)
+@pytest.mark.parametrize("kind", ["plain", "norm", "add", "silu_mul", "gelu_tanh_mul", "int8"])
+def test_every_kernel(kind: str, outputs: int, inner: int, tiles: Gemv | Tiles, dtype: torch.dtype) -> None:
+    rows = 3 if isinstance(tiles, Gemv) else 19
+    w = world(rows, outputs, inner, dtype)
+    x, normed = w["x"], rms_norm(w["x"], w["norm"], 1e-5)
+    if kind == "plain":
+        out, want = launch.run(tiles, x, w["weight"]), matmul(x, w["weight"])
+    elif kind == "norm":
+        out, want = launch.run(tiles, x, w["weight"], Extras(w["norm"], 1e-5)), matmul(normed, w["weight"])
+    elif kind == "add":
+        out, want = launch.run(tiles, x, w["weight"], Extras(residual=w["residual"])), w["residual"] + matmul(x, w["weight"])
+    elif kind == "int8":
+        quantised = torch.randint(-127, 128, (outputs, inner), dtype=torch.int8, device=DEVICE)
+        scale = (torch.rand(outputs) / 60 / inner**0.5).to(DEVICE)
+        out, want = launch.run(tiles, x, quantised, Extras(scale=scale)), int8_matmul(x, quantised, scale)
+    else:
+        weight = noise(2 * outputs, inner, dtype=dtype, scale=inner**-0.5)
+        act = 1 + (kind == "gelu_tanh_mul")
+        out = launch.run(tiles, x, weight, Extras(w["norm"], 1e-5, act=act))
+        want = getattr(activation_reference, kind)(matmul(normed, weight))
+    close(out, want, FUSED)
+
+
+def calls(w: dict[str, Any]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Each operation's result and its plain chain's, at one shape."""
+    x, norm, weight, residual = w["x"], w["norm"], w["weight"], w["residual"]
+    pairs = torch.cat((weight, weight.flip(0)))
+    normed = rms_norm(x, norm, 1e-6)
+    return {
+        "matmul": (OVERRIDES["matmul"](x, weight), matmul(x, weight)),
+        "matmul_add": (OVERRIDES["matmul_add"](x, weight, residual), residual + matmul(x, weight)),
+        "norm_matmul": (OVERRIDES["norm_matmul"](x, norm, 1e-6, weight), matmul(normed, weight)),
+        "norm_gated_matmul": (
+            OVERRIDES["norm_gated_matmul"](x, norm, 1e-6, pairs, "silu_mul"),
+            activation_reference.silu_mul(matmul(normed, pairs)),
+        ),
+    }
+
+
+@dtypes
+@pytest.mark.parametrize(
+    ("rows", "outputs", "inner"),
+    [(0, 80, 96), (1, 80, 576), (2, 129, 96), (4, 40, 30), (5, 80, 576), (17, 129, 96), (64, 80, 96), (70, 40, 96)],
+)
+def test_operations(rows: int, outputs: int, inner: int, dtype: torch.dtype) -> None:
+    """Whatever kernel the shapes choose."""
+    for out, want in calls(world(rows, outputs, inner, dtype)).values():
+        assert out.shape == want.shape
+        close(out, want, FUSED)
+
+
+@dtypes
+def test_leading_dimensions(dtype: torch.dtype) -> None:
+    x, weight = noise(2, 3, 64, dtype=dtype), noise(32, 64, dtype=dtype, scale=0.1)
+    quantised, scale = torch.randint(-127, 128, (32, 64), dtype=torch.int8, device=DEVICE), torch.rand(32).to(DEVICE) / 1000
+    close(OVERRIDES["matmul"](x, weight), matmul(x, weight), FUSED)
+    close(OVERRIDES["matmul"](x.transpose(0, 1), weight), matmul(x.transpose(0, 1), weight), FUSED)
+    close(OVERRIDES["matmul"](x[0, 0], weight), matmul(x[0, 0], weight), FUSED)
+    close(OVERRIDES["int8_matmul"](x, quantised, scale), int8_matmul(x, quantised, scale), FUSED)
+
+
+@pytest.mark.parametrize("rows", [1, 16])
+def test_large_residual_streams_keep_within_float16(rows: int) -> None:
+    """The norm's weight times a large x would overflow before the division by rms."""
+    x, norm = noise(rows, 64, dtype=torch.float16, scale=20000), torch.full((64,), 8.0).to(DEVICE, torch.float16)
+    weight = noise(32, 64, dtype=torch.float16, scale=0.1)
+    out = OVERRIDES["norm_matmul"](x, norm, 1e-6, weight)
+    close(out, matmul(rms_norm(x, norm, 1e-6), weight), Tolerance({torch.float16: (1e-2, 2e-2)}))
+
+
+def test_the_kernels_depend_on_shapes_alone() -> None:
+    assert isinstance(plan(1, 4096, 1024, 16, False, True, False), Gemv)
+    assert isinstance(plan(8, 4096, 1024, 16, False, True, False), Tiles)
+    assert plan(8, 4096, 1024, 32, False, True, False) is None
+    assert plan(1, 4096, 1001, 16, False, False, False) is None
+    assert plan(65, 4096, 1024, 16, False, False, False) is None
+    half = plan(8, 4096, 1024, 16, False, True, True)
+    assert isinstance(half, Tiles)
+    assert not half.fused_norm
+    assert len(BUILDS) > 40
