@@ -17,6 +17,7 @@ from modelrunner.caches import allocate_caches
 from modelrunner.checkpoint import CheckpointReader, ModelCard
 from modelrunner.device import Device
 from modelrunner.errors import CapacityError, ModelRunnerError, PluginError
+from modelrunner.graphs import capture_problem, decode_buckets
 from modelrunner.linear import LinearFactory
 from modelrunner.model_state import BuildContext, ModelState, Needs, No, Yes, required_features
 from modelrunner.observers import Observer
@@ -129,16 +130,20 @@ def assemble(arguments: Mapping[str, Any], plugins: Sequence[object] = ()) -> As
         backend = choose("attention_backend", group=group, device=device, settings=settings) if group.attends else NoAttention
         backends[group.name] = backend(group, cache, ops, dtype)
     parts = Parts(device, ops, state, needs, dtype, sampler, table, layouts, caches, backends, taps)
+    no_graphs = capture_problem(settings.graphs.eager, device, state, needs, backends)
+    bucket_rows = settings.graphs.bucket_rows or (() if no_graphs else decode_buckets(settings.scheduler.max_rows))
     runner = Runner(
         parts,
         max_rows=settings.scheduler.max_rows,
         max_tokens=settings.scheduler.max_batched_tokens,
         max_model_len=max_model_len,
         depth=settings.scheduler.pipeline_depth,
-        buckets=Buckets(settings.graphs.bucket_rows, settings.graphs.bucket_tokens),
+        buckets=Buckets(bucket_rows, settings.graphs.bucket_tokens),
+        no_graphs=no_graphs,
     )
     with blaming(f"the first step of model_state {choose.chosen['model_state']}"):
         runner.warm_up()
+        graphs = runner.capture()
     resolved = Resolved(
         model=card.name or str(card.path),
         dtype=name_of(dtype),
@@ -148,6 +153,7 @@ def assemble(arguments: Mapping[str, Any], plugins: Sequence[object] = ()) -> As
         page_bytes=page_bytes,
         tokens_per_page={layout.group.name: layout.tokens_per_page for layout in layouts},
         components=choose.chosen,
+        graphs=str(graphs),
     )
     observers = collect_objects(manager, "observer", settings=settings)
     return Assembly(

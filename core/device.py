@@ -41,6 +41,7 @@ class Device(ABC):
 
     type: str = "cpu"
     name: str = "cpu"
+    captures: bool = False  # whether `capture` works
     poison: bool = False  # whether released buffers and ring entries are overwritten, to show who still reads them
 
     def __init__(self, settings: RunnerSettings) -> None:
@@ -54,6 +55,11 @@ class Device(ABC):
     @abstractmethod
     def launch(self, work: Callable[[], None]) -> None:
         """Enqueue `work` on the compute stream. `work` must not synchronise; whatever it reads must stay unchanged until it ran."""
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Record `work`, which has run before, without running it. Called inside `launch`, as is the result, which runs it again on the
+        contents that the same memory has by then. Whatever `work` allocates comes from a pool that all graphs share."""
+        raise NotImplementedError(f"device {self.name!r} captures no graphs")
 
     @abstractmethod
     def download(self, source: Callable[[], torch.Tensor], target: PinnedBuffer) -> Event:

@@ -11,7 +11,7 @@ class Resolved:
     """What the engine worked out from the settings; `print` it.
 
     components: hook -> what was chosen, e.g. "dense (modelrunner:dense)". num_pages: usable pages. page_bytes: bytes of a page.
-    tokens_per_page: by cache group. max_model_len: tokens.
+    tokens_per_page: by cache group. max_model_len: tokens. graphs: what was captured, or why nothing was.
     """
 
     model: str
@@ -22,6 +22,7 @@ class Resolved:
     page_bytes: int
     tokens_per_page: Mapping[str, int] = field(default_factory=dict)
     components: Mapping[str, str] = field(default_factory=dict)
+    graphs: str = ""
 
     def __str__(self) -> str:
         groups = ", ".join(f"{name}: {tokens} tokens" for name, tokens in self.tokens_per_page.items())
@@ -30,6 +31,7 @@ class Resolved:
             f"model            {self.model} ({self.dtype}, up to {self.max_model_len} tokens a request)",
             f"cache            {self.num_pages} pages of {self.page_bytes} bytes, {mebibytes:.1f} MiB of {self.cache_dtype}",
             f"a page holds     {groups or 'nothing'}",
+            f"graphs           {self.graphs}",
             *(f"{hook:<16} {chosen}" for hook, chosen in self.components.items()),
         ]
         return "\n".join(lines)

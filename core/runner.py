@@ -6,23 +6,27 @@ step: patch, gather, embed, layers, hidden states at the sampling positions (the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from tqdm import tqdm  # type: ignore[import-untyped,unused-ignore]
 
 from modelrunner.attention import AttentionBackend, AttentionMeta, BoundAttention, ByGroup, attention_meta
-from modelrunner.batch import Batch, Feature, Outcome, Plan, Record, Ticket, record_words
+from modelrunner.batch import EMPTY_PATCH, Batch, Feature, Outcome, Plan, Record, Ticket, record_words
 from modelrunner.device import Device, Event, PinnedBuffer
 from modelrunner.errors import EngineError, PluginError
+from modelrunner.graphs import GraphReport, Key, StepGraphs
 from modelrunner.model_state import ModelState, Needs, Tap
 from modelrunner.ops import Ops
 from modelrunner.page_pool import GroupLayout
 from modelrunner.request_table import RequestTable
 from modelrunner.sampler import Sampler
-from modelrunner.step_buffers import Buckets, PlanPacker, StepBuffers
+from modelrunner.step_buffers import Buckets, PlanPacker, Shape, StepBuffers
 from modelrunner.tap_set import ActiveTaps, TapSet
 
 POISON = -0x5A5A5A5B  # what a released ring entry holds on a testing device: no row, no token
@@ -74,8 +78,18 @@ class Extras:
 class Runner:
     """Runs planned steps on a device, several in flight."""
 
-    def __init__(self, parts: Parts, *, max_rows: int, max_tokens: int, max_model_len: int, depth: int, buckets: Buckets) -> None:
-        """max_rows, max_tokens: of an unpadded step. depth: steps in flight at most."""
+    def __init__(
+        self,
+        parts: Parts,
+        *,
+        max_rows: int,
+        max_tokens: int,
+        max_model_len: int,
+        depth: int,
+        buckets: Buckets,
+        no_graphs: str = "the runner was made without graphs",
+    ) -> None:
+        """max_rows, max_tokens: of an unpadded step. depth: steps in flight at most. no_graphs: why no step is captured, or empty."""
         self.parts = parts
         self.device, self.ops, self.state = parts.device, parts.ops, parts.state
         self.buckets = buckets
@@ -96,15 +110,28 @@ class Runner:
         self.extra_events: list[Event | None] = [None] * entries
         self.launched = 0
         self.warming_up = False
+        self.max_model_len = max_model_len
+        self.graphs = StepGraphs(self.device, buckets.rows, self._closure, no_graphs)
         self.caches = ByGroup(parts.caches)
         self.layer_index = {g.group.name: {layer: i for i, layer in enumerate(g.group.layers)} for g in parts.layouts}
 
     def warm_up(self) -> None:
         """Run steps of a dead row, one of each kind of tail, so that what cannot run fails at start-up and not at the first request."""
+        plan = self._blank_plan()
+        self.state.fill_dummy(self.buffers.batch(plan, self.buckets.shape(plan), self.parts.table.columns))
+        self.warming_up = True
+        for features in (Feature.GREEDY, Feature.PLAIN, Feature.PLAIN | Feature.FILTERED):
+            records = self.collect(self.launch(replace(plan, features=features | self.parts.taps.all_features))).records
+            if records[0, Record.ROW] != self.scratch_row:
+                raise PluginError(f"the step's record names row {records[0, Record.ROW]}, not {self.scratch_row} (operation write_record)")
+        self.warming_up = False
+
+    def _blank_plan(self) -> Plan:
+        """A step of a dead row, the scratch row, whose columns have their defaults; it goes through all operations and changes nothing."""
         one = np.ones(1, np.int32)
         blank = self.parts.table.builder()
-        blank.row(self.scratch_row, {})  # its columns have their defaults already
-        plan = Plan(
+        blank.row(self.scratch_row, {})
+        return Plan(
             step=-1,
             rows=one * self.scratch_row,
             generations=-one,
@@ -116,13 +143,20 @@ class Runner:
             max_seq_len=1,
             table_pages=(1,) * len(self.parts.layouts),
         )
-        self.state.fill_dummy(self.buffers.batch(plan, self.buckets.shape(plan), self.parts.table.columns))
-        self.warming_up = True
-        for features in (Feature.GREEDY, Feature.PLAIN, Feature.PLAIN | Feature.FILTERED):
-            records = self.collect(self.launch(replace(plan, features=features | self.parts.taps.all_features))).records
-            if records[0, Record.ROW] != self.scratch_row:
-                raise PluginError(f"the step's record names row {records[0, Record.ROW]}, not {self.scratch_row} (operation write_record)")
-        self.warming_up = False
+
+    def capture(self) -> GraphReport:
+        """Capture the steps that decode, after `warm_up`. The counter is put back: entries written meanwhile are nobody's."""
+        plan, staged = self._blank_plan(), self.plans[0]
+
+        def stage(key: Key) -> None:
+            words = self.packer.pack(plan, Shape(key.num_rows, key.num_rows, key.num_rows, 1), self.scratch_row, _int32(staged))
+            self.device.launch(lambda: self._upload(plan, staged, words))
+            self.device.synchronize()  # the buffer is written again for the next shape
+
+        bar = partial(tqdm, desc="Capturing graphs", unit="graph", disable=not sys.stderr.isatty())
+        report = self.graphs.capture_all(stage, bar)
+        self._rewind()
+        return report
 
     def launch(self, plan: Plan) -> Ticket:
         """Enqueue the step; never waits. An entry is free because at most `depth` tickets are open.
@@ -133,16 +167,16 @@ class Runner:
         assert self.events[entry] is None, "more steps in flight than the pipeline is deep"
         shape = self.buckets.shape(plan)
         words = self.packer.pack(plan, shape, self.scratch_row, _int32(self.plans[entry]))
-        batch = self.buffers.batch(plan, shape, self.parts.table.columns)
-        attention = ByGroup(
-            (name, BoundAttention(backend, self.layer_index[name], self._metadata(backend, batch)))
-            for name, backend in self.parts.backends.items()
-        )
-        taps = self.parts.taps.active(plan.features)
+        key, taps = self.graphs.key(plan, shape.num_rows), None
+        if key is not None:
+            compute = partial(self.graphs.run, key)
+        else:
+            taps = self.parts.taps.active(plan.features)
+            compute = self._computation(plan, shape, taps)
         try:
-            self.device.launch(lambda: self._step(plan, batch, attention, taps, self.plans[entry], words))
+            self.device.launch(lambda: self._step(plan, self.plans[entry], words, compute))
         except BaseException:
-            self.device.launch(self._rewind)
+            self._rewind()
             raise
         self.launched += 1
         try:
@@ -152,6 +186,23 @@ class Runner:
         except BaseException as error:
             raise EngineError(f"step {plan.step} runs, but its results cannot be fetched: {error}") from error
         return Ticket(plan, entry)
+
+    def _closure(self, key: Key) -> Callable[[], None]:
+        """A step of decode rows with the bounds of any such step, for a graph."""
+        n, length = key.num_rows, self.max_model_len
+        rows = np.full(n, self.scratch_row, np.int32)
+        pages = tuple(layout.pages_for(length) for layout in self.parts.layouts)
+        plan = Plan(-1, rows, rows, rows, EMPTY_PATCH, n, n, 1, length, pages, key.features)
+        return self._computation(plan, Shape(n, n, n, 1), None)
+
+    def _computation(self, plan: Plan, shape: Shape, taps: ActiveTaps | None) -> Callable[[], None]:
+        """Everything that a step does after its inputs are uploaded. Views and metadata are made here, on the host."""
+        batch = self.buffers.batch(plan, shape, self.parts.table.columns)
+        attention = ByGroup(
+            (name, BoundAttention(backend, self.layer_index[name], self._metadata(backend, batch)))
+            for name, backend in self.parts.backends.items()
+        )
+        return lambda: self._compute(batch, attention, taps)
 
     def _metadata(self, backend: AttentionBackend, batch: Batch) -> AttentionMeta:
         return self.state.attention_metadata(backend.group, batch, attention_meta(backend.group, batch))
@@ -176,34 +227,35 @@ class Runner:
 
     def _rewind(self) -> None:
         """Put the step counter back, however far the step that failed came."""
-        self.counter.fill_(self.launched)
+        launched = self.launched  # as it is now, not when the work runs
+        self.device.launch(lambda: fill(self.counter, launched))
 
     def _poison(self, entry: int) -> None:
         self.ring[entry].fill_(POISON)
         self.extras.ring[entry].fill_(POISON & 0xFF)
 
-    def _step(
-        self,
-        plan: Plan,
-        batch: Batch,
-        attention: Mapping[str, BoundAttention],
-        taps: ActiveTaps | None,
-        staged: PinnedBuffer,
-        words: int,
-    ) -> None:
+    def _step(self, plan: Plan, staged: PinnedBuffer, words: int, compute: Callable[[], None]) -> None:
         with torch.inference_mode():
-            self._inputs(plan, batch, staged, words)
-            hidden = self._body(batch, attention, no_tap if taps is None else taps.bind(batch))
-            if taps is not None and taps.reports:
-                self.extras.write(taps, batch, self.counter)
-            self._tail(batch, hidden)
+            self._upload(plan, staged, words)
+            compute()
 
-    def _inputs(self, plan: Plan, batch: Batch, staged: PinnedBuffer, words: int) -> None:
-        """Upload and apply the plan; gather what the step reads from the request table."""
-        ops, buffers, columns = self.ops, self.buffers, self.parts.table.columns
+    def _upload(self, plan: Plan, staged: PinnedBuffer, words: int) -> None:
+        """Copy the packed plan to the device and apply its patch."""
+        buffers = self.buffers
         buffers.staging[:words].copy_(staged.tensor[: 4 * words].view(torch.int32), non_blocking=True)
         if not plan.patch.empty:
-            ops.apply_patch(self.parts.table.arena, *buffers.patch(plan.patch.dst.size, plan.patch.words.size))
+            self.ops.apply_patch(self.parts.table.arena, *buffers.patch(plan.patch.dst.size, plan.patch.words.size))
+
+    def _compute(self, batch: Batch, attention: Mapping[str, BoundAttention], taps: ActiveTaps | None) -> None:
+        self._inputs(batch)
+        hidden = self._body(batch, attention, no_tap if taps is None else taps.bind(batch))
+        if taps is not None and taps.reports:
+            self.extras.write(taps, batch, self.counter)
+        self._tail(batch, hidden)
+
+    def _inputs(self, batch: Batch) -> None:
+        """Gather what the step reads from the request table."""
+        ops, buffers, columns = self.ops, self.buffers, self.parts.table.columns
         rows, generations, num_query, query_start = buffers.row_inputs(batch.num_rows)
         ops.gather_rows(
             rows,
@@ -288,6 +340,10 @@ class Runner:
 def no_tap(name: str, hidden: torch.Tensor) -> torch.Tensor:
     """The tap of a step that nobody reads or steers."""
     return hidden
+
+
+def fill(tensor: torch.Tensor, value: int) -> None:
+    tensor.fill_(value)
 
 
 def _int32(buffer: PinnedBuffer) -> np.ndarray[tuple[int], np.dtype[np.int32]]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -29,6 +30,7 @@ class CudaDevice(Device):
 
     type = "cuda"
     name = "cuda"
+    captures = True
 
     def __init__(self, settings: RunnerSettings) -> None:
         super().__init__(settings)
@@ -40,6 +42,7 @@ class CudaDevice(Device):
         self.side = torch.cuda.Stream(self.torch_device)
         # What start-up wrote on the default stream must be there before the first step.
         self._started = False
+        self._pool = torch.cuda.graph_pool_handle()
 
     def pinned(self, num_bytes: int) -> PinnedBuffer:
         return PinnedBuffer(num_bytes, pinned=True)
@@ -50,6 +53,18 @@ class CudaDevice(Device):
             self._started = True
         with torch.cuda.stream(self.compute), torch.inference_mode():
             work()
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(self._pool, capture_error_mode="thread_local")  # on the current stream: `launch` has set it
+        try:
+            work()
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # what broke the capture is the error to show
+                graph.capture_end()
+            raise
+        graph.capture_end()
+        return cast(Callable[[], None], graph.replay)
 
     def download(self, source: Callable[[], torch.Tensor], target: PinnedBuffer) -> Event:
         self.side.wait_stream(self.compute)

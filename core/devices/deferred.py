@@ -56,6 +56,7 @@ class DeferredCpuDevice(CpuDevice):
         self.random = random.Random(section.seed)
         self.run_probability = section.run_probability
         self.poison = section.poison
+        self.captures = section.captures
         self._work: deque[Callable[[], None]] = deque()
         self._copies: deque[_Copy] = deque()
         self._launched = 0
@@ -66,6 +67,10 @@ class DeferredCpuDevice(CpuDevice):
         self._work.append(work)
         self._launched += 1
         self.advance()
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        """A graph here is the closure, run again: what it would read from anywhere but the staged inputs would be stale."""
+        return work
 
     def download(self, source: Callable[[], torch.Tensor], target: PinnedBuffer) -> Event:
         copy = _Copy(self._launched, source, target)

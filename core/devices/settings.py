@@ -18,3 +18,6 @@ class DeferredCpuSettings(Section):
 
     poison: bool = True
     """Overwrite host buffers and ring entries with garbage once they are released."""
+
+    captures: bool = False
+    """Play at captured graphs: steps of decode rows run closures made once for each shape."""

@@ -32,9 +32,11 @@ def options(
     device: str = "cpu",
     device_seed: int = 0,
     run_probability: float | None = None,
+    captures: bool = False,
 ) -> dict[str, Any]:
     """Settings in short words. depth: steps in flight. rows: requests that run at once. pages: in the pool. page_size: tokens a page.
-    tokens: most query tokens a step. device: `cpu`, or `deferred_cpu` with the seed of its random moments and its chance to run early."""
+    tokens: most query tokens a step. device: `cpu`, or `deferred_cpu` with the seed of its random moments, its chance to run early, and
+    whether decode steps run as graphs."""
     values: dict[str, Any] = {
         "scheduler": {
             "pipeline_depth": depth,
@@ -47,7 +49,7 @@ def options(
         "device": {"name": device},
     }
     if device == "deferred_cpu":
-        section = {"seed": device_seed} | ({} if run_probability is None else {"run_probability": run_probability})
+        section = {"seed": device_seed, "captures": captures} | ({} if run_probability is None else {"run_probability": run_probability})
         values["plugin"] = {"deferred_cpu": section}
     return values
 

@@ -1,4 +1,4 @@
-"""What must not change the tokens: depth, chunks, company, the prefix cache, preemption. 200 random schedules on the deferred device.
+"""What must not change the tokens: depth, graphs, chunks, company, the prefix cache, preemption. 240 schedules on the deferred device.
 
 Every run is also compared with the reference, request by request, and the engine's books are checked after each step.
 """
@@ -103,7 +103,9 @@ class Run:
     cached_tokens: int
 
 
-def run(schedule: Schedule, *, depth: int = 2, chunked: bool = True, prefix: bool = True, preempt: bool = False) -> Run:
+def run(
+    schedule: Schedule, *, depth: int = 2, chunked: bool = True, prefix: bool = True, preempt: bool = False, graphs: bool = False
+) -> Run:
     """Run a schedule on the deferred device, freed pages poisoned, with the engine's books checked after each step and at the end."""
     tokens = schedule.tokens if chunked else 256
     engine = dense().engine(
@@ -116,6 +118,7 @@ def run(schedule: Schedule, *, depth: int = 2, chunked: bool = True, prefix: boo
         prefix=prefix,
         device="deferred_cpu",
         device_seed=schedule.device_seed,
+        captures=graphs,
     )
     driver = Driver(engine)
     probe = EngineProbe(driver)
@@ -151,7 +154,7 @@ def assert_expected(schedule: Schedule, result: Run) -> None:
         assert aborted or not same or reason == want_reason
 
 
-EXAMPLES = 40  # of each of the five equalities
+EXAMPLES = 40  # of each of the six equalities
 equality = settings(max_examples=EXAMPLES, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 pytestmark = pytest.mark.slow
 
@@ -175,6 +178,12 @@ def test_depth_3_is_depth_2_is_depth_1(schedule: Schedule) -> None:
     plain, two, three = (run(schedule, depth=depth) for depth in (1, 2, 3))
     assert_equal(schedule, plain, two)
     assert_equal(schedule, plain, three)
+
+
+@equality
+@given(schedules())
+def test_graphs_are_eager(schedule: Schedule) -> None:
+    assert_equal(schedule, run(schedule), run(schedule, depth=3, preempt=True, graphs=True))
 
 
 @equality

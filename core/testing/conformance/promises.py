@@ -43,6 +43,15 @@ class KeepsItsPromises(StateCase):
         outputs = self.lab.run(self.lab.engine(PADDED, tokens=self.small_step, device="deferred_cpu"), prompts)
         self.lab.assert_plain(prompts, outputs)
 
+    def test_graphs_change_nothing(self) -> None:
+        """Steps of decode rows run as closures made once for a shape: what `declare` calls capturable must not keep anything of a plan."""
+        engine = self.lab.engine(tokens=self.small_step, device="deferred_cpu", captures=True)
+        if (reason := engine.runner.graphs.reason) and engine.assembly.needs.capture == "none":
+            pytest.skip(f"declared: {reason}")
+        assert not reason, reason
+        prompts = self.lab.prompts
+        self.lab.assert_plain(prompts, self.lab.run(engine, prompts))
+
     def test_results_have_the_declared_shapes(self) -> None:
         """Hidden states [tokens, hidden_size]; logits [n, vocab_size] in the model's type."""
         engine = self.lab.engine(depth=1, prefix=False)

@@ -6,6 +6,8 @@ Letters: R table rows (the last one is scratch), N rows and T tokens of the step
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -130,6 +132,38 @@ def slot_mapping(ops: Any, draw: Draw, size: Size) -> Any:
     return out
 
 
+def gather_step(ops: Any, draw: Draw, size: Size) -> Any:
+    """Two cache groups; of their block tables what the step reads is compared."""
+    step = Step(draw, size)
+    n, t, c = step.num_rows, step.num_tokens, step.columns
+    wanted = gather(Reference, draw, step)
+    out = {name: draw.unwritten(*value.shape, dtype=value.dtype) for name, value in wanted.items()}
+    row_outs = [out[name] for name in ("query_len", "computed", "seq_len", "samples")]
+    token_outs = [out[name] for name in ("input_ids", "positions", "token_row", "token_valid")]
+    columns = [c[name] for name in ("computed", "known", "finished", "generation", "num_accepted", "token_ids")]
+    groups = []
+    for page in (size.page, 2 * size.page):
+        pages = -(-size.longest // page)
+        table = draw.integers(0, 4, c["known"].shape[0], pages + 3, dtype=torch.int32)
+        groups.append((table, page, draw.unwritten(n, pages, dtype=torch.int32), draw.unwritten(t, dtype=torch.int64)))
+    num_accepted = draw.unwritten(n, dtype=torch.int32)
+    ops.gather_step(
+        *(step.rows, step.num_query, step.generations, step.query_start),
+        *columns,
+        *row_outs,
+        num_accepted,
+        out["sample_index"],
+        *token_outs,
+        groups,
+    )
+    tables = []
+    for _, page, table, _ in groups:
+        needed = (-(-wanted["seq_len"] // page)).clamp(min=1).unsqueeze(1)
+        tables.append(torch.where(torch.arange(table.shape[1], device=table.device) < needed, table, -1))
+    index = out.pop("sample_index")
+    return out, num_accepted, index[wanted["query_len"] > 0], tables, [slots for *_, slots in groups]
+
+
 # ---- table -------------------------------------------------------------------------------------------------------------
 
 
@@ -155,6 +189,15 @@ def update_state(ops: Any, draw: Draw, size: Size, draft: int) -> Any:
     state = [c[name] for name in ("token_ids", "computed", "known", "finished", "limit", "num_accepted")]
     finish = ops.update_state(step.rows, batch["query_len"], batch["samples"], tokens, num_tokens, ok, *state, seats, stop_ids)
     return finish, num_tokens, state
+
+
+def finish_step(ops: Any, draw: Draw, size: Size, draft: int) -> Any:
+    """`update_state` and then `write_record`, with the update's own columns."""
+    n = size.decode + size.prefill + size.padding
+    ring, counter = draw.unwritten(3, n + 2, 6 + draft, dtype=torch.int32), draw.integers(5, 6, 1)
+    generations = draw.integers(0, 9, n, dtype=torch.int32)
+    fused = SimpleNamespace(update_state=partial(ops.finish_step, ring, counter, generations))
+    return ring, counter, update_state(fused, draw, size, draft)
 
 
 def write_record(ops: Any, draw: Draw, rows: int, draft: int) -> Any:
@@ -240,11 +283,13 @@ DRAFTS = tuple((size, draft) for size in SIZES[1:4] for draft in (0, 3))
 STEP_CASES: dict[str, tuple[Any, Any]] = {
     "apply_patch": (apply_patch, ((0,), (1,), (63,), (500,))),
     "update_state": (update_state, DRAFTS),
+    "finish_step": (finish_step, DRAFTS),
     "write_record": (write_record, ((1, 0), (63, 0), (5, 3))),
     "gather_rows": (gathers, STEPS),
     "gather_tokens": (gathers, STEPS),
     "gather_block_table": (gather_block_table, ((1, 1), (63, 7))),
     "slot_mapping": (slot_mapping, STEPS),
+    "gather_step": (gather_step, STEPS),
     "write_cache": (write_cache, STEPS),
     "paged_attention": (paged_attention, STEPS),
     "attention_index": (indexed_attention, STEPS),

@@ -1,0 +1,103 @@
+"""A captured step is the plain one: tokens with graphs equal those without, at every depth, with arrivals, chunks, preemption and aborts.
+
+On the deferred device a graph is a closure that is made once for a shape and run again, so whatever it kept of the plan it was made for
+shows as a wrong token.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+import pytest
+
+from modelrunner import Engine, SamplingParams
+from modelrunner.batch import Feature
+from modelrunner.graphs import Key, decode_buckets
+from modelrunner.testing import ByteTokenizerPlugin, Driver, EngineProbe, P, assert_same, dense, options, tiny_dense
+
+GREEDY = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=0.9, seed=5, max_tokens=14, ignore_eos=True)
+FILTERED = SamplingParams(temperature=0.9, top_p=0.9, top_k=9, seed=6, max_tokens=14, ignore_eos=True)
+
+
+def start(depth: int, rows: int = 5, pages: int = 24, **graphs: object) -> Driver:
+    settings = options(device="deferred_cpu", depth=depth, rows=rows, tokens=33, pages=pages, page_size=8, captures=True)
+    return Driver(Engine({"model": {"name": str(tiny_dense())}, "graphs": graphs} | settings, plugins=[ByteTokenizerPlugin()]))
+
+
+def count_runs(driver: Driver) -> Counter[Key]:
+    """Counts the steps that run as graphs, by key."""
+    graphs, counts = driver.engine.runner.graphs, Counter[Key]()
+    run = graphs.run
+
+    def counted(key: Key) -> None:
+        counts[key] += 1
+        run(key)
+
+    graphs.run = counted  # type: ignore[method-assign]
+    return counts
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_graphs_change_no_token(depth: int) -> None:
+    driver = start(depth)
+    counts, probe = count_runs(driver), EngineProbe(driver)
+    probe.poison_freed_pages()
+    requests = [(P(3 + 7 * k, k % 3), (GREEDY, SAMPLED, FILTERED)[k % 3]) for k in range(9)]
+    for k, (prompt, params) in enumerate(requests):
+        driver.add(str(k), prompt, params)
+        driver.step()
+        if k == 5:
+            probe.drain()
+            probe.preempt(next(name for name in driver.engine.requests if probe.row_of(name) >= 0))
+    driver.add("lost", P(40, 1), GREEDY)
+    driver.step()
+    driver.engine.abort("lost")
+    driver.finish()
+    requests += [(P(4 + k, k), params) for k, params in enumerate((GREEDY, GREEDY, SAMPLED))]  # kinds alone, in used-up shapes
+    for k, (prompt, params) in list(enumerate(requests))[9:]:
+        driver.add(str(k), prompt, params)
+        driver.finish()
+    for k, (prompt, params) in enumerate(requests):
+        assert_same(dense(), prompt, params, driver.result(str(k)))
+    probe.assert_clean()
+    assert len(counts) > 3, "few shapes were met"
+    assert {key.features for key in counts} == {Feature.GREEDY, Feature.PLAIN, Feature.PLAIN | Feature.FILTERED}
+
+
+def test_start_up_captures_and_tells() -> None:
+    graphs = start(2, rows=20).engine.assembly.resolved.graphs
+    assert graphs.startswith(f"{2 * len(decode_buckets(20))} captured in ")
+    assert start(2, eager=True).engine.assembly.resolved.graphs == "none: graphs.eager is set"
+    assert dense().engine().assembly.resolved.graphs == "none: device 'cpu' captures no graphs"
+
+
+def test_eager_steps_run_no_graph() -> None:
+    driver = start(2, eager=True)
+    counts = count_runs(driver)
+    driver.add("a", P(9, 1), GREEDY)
+    driver.finish()
+    assert not counts
+    assert_same(dense(), P(9, 1), GREEDY, driver.result("a"))
+
+
+def test_graphs_are_made_again_after_a_sleep() -> None:
+    driver = start(2)
+    driver.add("a", P(9, 1), GREEDY)
+    driver.step_until(lambda: bool(driver.outputs["a"]))
+    driver.engine.sleep()
+    driver.engine.wake_up()
+    assert not driver.engine.runner.graphs._replays
+    driver.finish()
+    assert driver.engine.runner.graphs._replays
+    assert_same(dense(), P(9, 1), GREEDY, driver.result("a"))
+
+
+@pytest.mark.parametrize("max_rows", [1, 2, 3, 7, 8, 20, 64, 100, 256, 1000, 1024])
+def test_buckets_rise_to_the_most_rows(max_rows: int) -> None:
+    sizes = decode_buckets(max_rows)
+    assert list(sizes) == sorted(set(sizes))
+    assert sizes[0] == 1
+    assert sizes[-1] == max_rows
+    assert all(after <= 2 * before for before, after in itertools.pairwise(sizes))
