@@ -338,6 +338,7 @@ class Engine:
         if not self._sleeping:
             return
         restore_arena(self.assembly.arena)
+        self.runner.graphs.forget()
         self.assembly.device.synchronize()
         self._sleeping = False
 
