@@ -6,7 +6,7 @@ Dimension letters: T tokens, K inputs and N outputs of a product, HQ query heads
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -88,5 +88,70 @@ def qkv_rope_write(ops: Ops) -> Function:
         q, k = ops.apply_rope(q, k, None, cos_sin)
         ops.indexed_write(cache, k, v, index)
         return q
+
+    return chain
+
+
+def gather_step(ops: Ops) -> Function:
+    """`gather_rows`, `gather_tokens`, `num_accepted` of the rows and, for each cache group, `gather_block_table` and `slot_mapping`.
+
+    Arguments are those of the four operations. num_accepted: [R] int32 column, num_accepted_out: [N] int32. groups: (pages [R, Pmax],
+    tokens per page, block table out [N, P], slots out [T]). A fused form copies at least the pages that hold a row's first seq_len tokens,
+    and the first page of a dead row; what it leaves keeps its value. Readers of a block table go by seq_len.
+    """
+
+    def chain(
+        rows: torch.Tensor,
+        num_query: torch.Tensor,
+        generations: torch.Tensor,
+        query_start: torch.Tensor,
+        computed: torch.Tensor,
+        known: torch.Tensor,
+        finished: torch.Tensor,
+        generation: torch.Tensor,
+        num_accepted: torch.Tensor,
+        token_ids: torch.Tensor,
+        query_len_out: torch.Tensor,
+        computed_out: torch.Tensor,
+        seq_len_out: torch.Tensor,
+        samples_out: torch.Tensor,
+        num_accepted_out: torch.Tensor,
+        sample_index_out: torch.Tensor,
+        input_ids_out: torch.Tensor,
+        positions_out: torch.Tensor,
+        token_row_out: torch.Tensor,
+        token_valid_out: torch.Tensor,
+        groups: Sequence[tuple[torch.Tensor, int, torch.Tensor, torch.Tensor]],
+    ) -> None:
+        columns, row_outs = (computed, known, finished, generation), (query_len_out, computed_out, seq_len_out, samples_out)
+        ops.gather_rows(rows, num_query, generations, *columns, *row_outs)
+        num_accepted_out.copy_(num_accepted.index_select(0, rows))
+        token_outs = (input_ids_out, positions_out, token_row_out, token_valid_out)
+        ops.gather_tokens(rows, query_start, query_len_out, computed_out, token_ids, *token_outs, sample_index_out)
+        for pages, tokens_per_page, block_table, slots in groups:
+            ops.gather_block_table(pages, rows, block_table)
+            ops.slot_mapping(block_table, token_row_out, positions_out, token_valid_out, tokens_per_page, slots)
+
+    return chain
+
+
+def finish_step(ops: Ops) -> Function:
+    """`finish_step(ring, counter, generations, rows, ...) -> finish`: `update_state`, whose arguments follow, then `write_record`."""
+
+    def chain(
+        ring: torch.Tensor,
+        counter: torch.Tensor,
+        generations: torch.Tensor,
+        rows: torch.Tensor,
+        query_len: torch.Tensor,
+        samples: torch.Tensor,
+        tokens: torch.Tensor,
+        num_tokens: torch.Tensor,
+        ok: torch.Tensor,
+        *columns: torch.Tensor,
+    ) -> torch.Tensor:
+        finish: torch.Tensor = ops.update_state(rows, query_len, samples, tokens, num_tokens, ok, *columns)
+        ops.write_record(ring, counter, rows, generations, num_tokens, finish, tokens)
+        return finish
 
     return chain

@@ -45,3 +45,6 @@ def kernels(register: Register, device: Device) -> None:
     register.fusion("matmul_add", ("matmul",), fusions.matmul_add)
     register.fusion("norm_gated_matmul", ("rms_norm", "matmul", "silu_mul", "gelu_tanh_mul"), fusions.norm_gated_matmul)
     register.fusion("qkv_rope_write", ("rms_norm", "apply_rope", "indexed_write"), fusions.qkv_rope_write)
+    gathers = ("gather_rows", "gather_tokens", "gather_block_table", "slot_mapping")
+    register.fusion("gather_step", gathers, fusions.gather_step)
+    register.fusion("finish_step", ("update_state", "write_record"), fusions.finish_step)
