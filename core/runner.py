@@ -257,38 +257,34 @@ class Runner:
         """Gather what the step reads from the request table."""
         ops, buffers, columns = self.ops, self.buffers, self.parts.table.columns
         rows, generations, num_query, query_start = buffers.row_inputs(batch.num_rows)
-        ops.gather_rows(
+        groups = [
+            (columns[f"pages.{name}"], layout.tokens_per_page, batch.block_tables[name], batch.slots[name])
+            for layout in self.parts.layouts
+            for name in (layout.group.name,)
+        ]
+        ops.gather_step(
             rows,
             num_query,
             generations,
+            query_start,
             columns["computed"],
             columns["known"],
             columns["finished"],
             columns["generation"],
+            columns["num_accepted"],
+            columns["token_ids"],
             batch.query_len,
             batch.computed,
             batch.seq_len,
             batch.samples,
-        )
-        torch.index_select(columns["num_accepted"], 0, rows, out=batch.num_accepted)
-        ops.gather_tokens(
-            rows,
-            query_start,
-            batch.query_len,
-            batch.computed,
-            columns["token_ids"],
+            batch.num_accepted,
+            batch.sample_index,
             batch.input_ids,
             batch.positions,
             batch.token_row,
             batch.token_valid,
-            batch.sample_index,
+            groups,
         )
-        for layout in self.parts.layouts:
-            name = layout.group.name
-            ops.gather_block_table(columns[f"pages.{name}"], rows, batch.block_tables[name])
-            ops.slot_mapping(
-                batch.block_tables[name], batch.token_row, batch.positions, batch.token_valid, layout.tokens_per_page, batch.slots[name]
-            )
 
     def _body(self, batch: Batch, attention: Mapping[str, BoundAttention], tap: Tap) -> torch.Tensor:
         """Embeddings and layers; returns the hidden states at the sampling positions, [N, H]."""
@@ -312,7 +308,10 @@ class Runner:
         if self.warming_up:
             self._require("logits", logits, batch.num_rows, self.parts.needs.vocab_size)
         tokens, num_tokens, ok = self.parts.sampler.sample(logits, batch)
-        finish = self.ops.update_state(
+        self.ops.finish_step(
+            self.ring,
+            self.counter,
+            generations,
             rows,
             batch.query_len,
             batch.samples,
@@ -328,7 +327,6 @@ class Runner:
             columns["stop_ids"],
             columns["stop_ids.seats"],
         )
-        self.ops.write_record(self.ring, self.counter, rows, generations, num_tokens, finish, tokens)
 
     def _require(self, method: str, value: object, *shape: int) -> None:
         """Check what the model state returned; for the warm-up, whose shapes stand for all others."""
