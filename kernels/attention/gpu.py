@@ -1,0 +1,173 @@
+"""Attention on NVIDIA GPUs: the operations that the Triton kernels replace, and the configurations to build ahead of time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from modelrunner.kernels.attention.decode import COMBINE_FLOATS, decode_attention, decode_rows
+from modelrunner.kernels.attention.device import next_power_of_2
+from modelrunner.kernels.attention.prefill import prefill_attention, prefill_rows
+from modelrunner.kernels.attention.rope_write import norm_rotate_write, qkv_rope_write
+from modelrunner.kernels.attention.work_list import (
+    AttentionWork,
+    attention_index,
+    choose_decode,
+    choose_prefill,
+    decode_items,
+    prefill_tiles,
+    sort_tiles,
+)
+from modelrunner.kernels.attention.write import indexed_write, write_cache
+from modelrunner.kernels.builds import Build
+
+
+def indexed_attention(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    index: AttentionWork,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`kernels.attention.reference.indexed_attention`. Invalid tokens get zeros."""
+    if q.stride(2) != 1:
+        q = q.contiguous()
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if index.decode is not None:
+        decode_rows(q, cache, out, index, scale, softcap, sinks)
+    if index.prefill is not None:
+        prefill_rows(q, cache, out, index, scale, softcap, sinks)
+    return out
+
+
+def paged_attention(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    query_start: torch.Tensor,
+    query_len: torch.Tensor,
+    seq_len: torch.Tensor,
+    token_row: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    num_decode: int,
+    decode_query: int,
+    max_query: int,
+    max_seq_len: int,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`kernels.attention.reference.paged_attention`: the index and the attention."""
+    index = attention_index(
+        cache,
+        block_table,
+        query_start,
+        query_len,
+        seq_len,
+        token_row,
+        positions,
+        num_heads=q.shape[1],
+        num_decode=num_decode,
+        decode_query=decode_query,
+        max_query=max_query,
+        max_seq_len=max_seq_len,
+        window=window,
+        dtype=q.dtype,
+    )
+    return indexed_attention(q, cache, index, scale=scale, softcap=softcap, sinks=sinks)
+
+
+OVERRIDES: dict[str, Callable[..., Any]] = {
+    "attention_index": attention_index,
+    "indexed_write": indexed_write,
+    "indexed_attention": indexed_attention,
+    "paged_attention": paged_attention,
+    "write_cache": write_cache,
+    "qkv_rope_write": qkv_rope_write,
+}
+
+
+def _decode_build(kind: str, group: int, dim: int, rows: int, queries: int = 1) -> Build:
+    config = choose_decode(rows, dim, torch.float32 if kind == "fp32" else torch.bfloat16)
+    rows_out = next_power_of_2(group * queries)
+    constants = {
+        "NUM_KV": 8,
+        "GROUP": group,
+        "QUERIES": queries,
+        "PAGE": 16,
+        "D": dim,
+        "BLOCK_D": next_power_of_2(dim),
+        "BLOCK_M": max(16, rows_out),
+        "BLOCK_S": config.block_keys,
+        "M_OUT": rows_out,
+        "AT_ONCE": max(2, COMBINE_FLOATS // (rows_out * next_power_of_2(dim))),
+        "ONE_BLOCK": config.chunk == config.block_keys,
+    }
+    return Build(decode_attention, _signature(kind), constants | _PLAIN, config.num_warps, config.num_stages, divisible=_STEPS)
+
+
+def _prefill_build(kind: str, group: int, dim: int) -> Build:
+    config = choose_prefill(dim, torch.float32 if kind == "fp32" else torch.bfloat16)
+    constants = {
+        "NUM_KV": 8,
+        "GROUP": group,
+        "TILE": config.block_queries // group,
+        "PAGE": 16,
+        "D": dim,
+        "BLOCK_D": next_power_of_2(dim),
+        "BLOCK_M": config.block_queries,
+        "BLOCK_S": config.block_keys,
+    }
+    return Build(prefill_attention, _signature(kind), constants | _PLAIN, config.num_warps, config.num_stages, divisible=_STEPS)
+
+
+def _signature(kind: str) -> dict[str, str]:
+    """Types of both attention kernels' arguments."""
+    values = dict.fromkeys(("q_ptr", "cache_ptr", "out_ptr", "sinks_ptr"), f"*{kind}")
+    lists = dict.fromkeys(("items_ptr", "tiles_ptr", "count_ptr", "arrivals_ptr", "table_ptr"), "*i32")
+    numbers = {"partial_ptr": "*fp32", "weights_ptr": "*fp32", "scale": "fp32", "softcap": "fp32", "window": "i32"}
+    return values | lists | numbers | dict.fromkeys(_STEPS, "i32")
+
+
+def _qkv_build(kind: str, heads: int, kv_heads: int, dim: int, block: int, norm: bool) -> Build:
+    values = dict.fromkeys(("qkv_ptr", "out_ptr", "cache_ptr", "q_norm_ptr", "k_norm_ptr"), f"*{kind}")
+    steps = ("qkv_token", "cos_sin_token", "page_rows")
+    signature = values | {"cos_sin_ptr": "*fp32", "slots_ptr": "*i64", "eps": "fp32"} | dict.fromkeys(steps, "i32")
+    constants = {"HQ": heads, "HK": kv_heads, "D": dim, "R": dim, "PAGE": 16, "BLOCK_H": block, "HAS_NORM": norm, "PDL": True}
+    blocks = {"BLOCK_HALF": dim // 2, "BLOCK_REST": 1}
+    return Build(norm_rotate_write, signature, constants | blocks, num_warps=1 if block <= 4 else 4, divisible=steps)
+
+
+def _list_builds() -> list[Build]:
+    pointers = ("items_ptr", "tiles_ptr", "count_ptr", "arrivals_ptr", "query_start_ptr", "query_len_ptr", "seq_len_ptr", "sorted_ptr")
+    numbers = ("num_rows", "capacity", "window", "num_decode", "num_tokens")
+    types = dict.fromkeys(pointers, "*i32") | dict.fromkeys(numbers, "i32")
+    rows = {"HAS_WINDOW": False, "BLOCK_ROWS": 256}
+    return [
+        Build(decode_items, types, rows | {"CHUNK": 512, "NUM_KV": 8, "BLOCK_CHUNKS": 4, "NUM_BINS": 8}),
+        Build(prefill_tiles, types, rows | {"TILE": 64, "BLOCK_TILES": 4}),
+        Build(sort_tiles, types, {"BLOCK": 32, "BLOCK_OTHERS": 64}),
+    ]
+
+
+_STEPS = ("q_token", "q_head", "table_row", "page_rows")
+_PLAIN = {"HAS_SOFTCAP": False, "HAS_WINDOW": False, "HAS_SINKS": False, "PDL": True}
+BUILDS = [
+    *[_decode_build("bf16", 2, 128, rows) for rows in (1, 8, 128)],
+    *[_decode_build("bf16", 3, 64, rows) for rows in (1, 128)],
+    _decode_build("bf16", 4, 128, 32, queries=4),
+    _decode_build("fp16", 2, 256, 32),
+    _decode_build("fp32", 3, 64, 1),
+    *[_prefill_build("bf16", group, dim) for group, dim in ((2, 128), (3, 64), (2, 256))],
+    _prefill_build("fp32", 3, 64),
+    _qkv_build("bf16", 16, 8, 128, 4, True),
+    _qkv_build("bf16", 16, 8, 128, 16, True),
+    _qkv_build("fp32", 9, 3, 64, 16, False),
+    *_list_builds(),
+]
