@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from modelrunner.ops import Register
 
 MODELRUNNER_API = ">=1,<2"
-AREAS = ("table", "batch", "embedding", "norm", "activation", "linear", "rope", "attention", "sampling")  # the folders of `kernels/` with a gpu.py
+# The folders of `kernels/` with a gpu.py.
+AREAS = ("table", "batch", "embedding", "norm", "activation", "linear", "rope", "attention", "sampling")
 
 
 @hookimpl
