@@ -116,7 +116,7 @@ def as_record(profile: Profile) -> dict[str, Any]:
     }
 
 
-def lines(profile: Mapping[str, Any] | None, most: int = 40) -> Iterator[str]:
+def lines(profile: Mapping[str, Any] | None, most: int = 24) -> Iterator[str]:
     """The table of a record's profile, for people; nothing for None."""
     if profile is None:
         return

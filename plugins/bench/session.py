@@ -88,7 +88,7 @@ def engine_records(
     """Run the workloads on one engine; after a failure, the rest on a new one."""
     from modelrunner.plugins.bench.suite import Options
 
-    options = Options(args.repeat, args.statistic, args.seed, args.limit, args.profile)
+    options = Options(args.repeat, args.statistic, args.seed, args.limit, args.profiled)
     settings = roomy(settings, manager, [workload for workload, _ in work], args.scale)
     bench: Bench | None = None
     try:

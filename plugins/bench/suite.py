@@ -20,13 +20,13 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class Options:
-    """How to measure. limit: seconds after which a workload is not repeated. profile: steps to profile, 0 for none."""
+    """How to measure. limit: seconds after which a workload is not repeated. profiled: workload -> steps of it to profile."""
 
     repeat: int = 3
     statistic: str = "median"
     seed: int = 0
     limit: float = 120.0
-    profile: int = 0
+    profiled: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -60,8 +60,8 @@ class Bench:
             "load_average": [before, os.getloadavg()[0]],
             **self.setting,
         }
-        if self.options.profile:
-            record["profile"] = self._profile(workload, temperature)
+        if steps := self.options.profiled.get(workload.name):
+            record["profile"] = self._profile(workload, temperature, steps)
         return record
 
     def _jobs(self, workload: Workload, run: int) -> list[Job]:
@@ -70,7 +70,7 @@ class Bench:
     def _throughput(self, workload: Workload, temperature: float) -> Record:
         drive.drive(self.engine, self._jobs(workload, WARM_UP), temperature)
         runs: list[drive.Run] = []
-        while len(runs) < self.options.repeat and sum(run.seconds for run in runs) < self.options.limit:
+        while not runs or (len(runs) < self.options.repeat and sum(run.seconds for run in runs) < self.options.limit):
             runs.append(drive.drive(self.engine, self._jobs(workload, len(runs)), temperature))
         jobs = self._jobs(workload, 0)
         seconds = [run.seconds for run in runs]
@@ -146,9 +146,10 @@ class Bench:
             "first_token_ms": stream.percentiles([first for run in runs for first in run.first]),
         }
 
-    def _profile(self, workload: Workload, temperature: float) -> Record:
+    def _profile(self, workload: Workload, temperature: float, steps: int) -> Record:
+        """Decode steps, or, of a workload of prompts, its first few."""
         steady = workload.counted == "output"
-        steps = self.options.profile if steady else min(self.options.profile, 4)
+        steps = steps if steady else min(steps, 4)
         jobs = self._jobs(workload, self.options.repeat)
         return profiler.as_record(profiler.profile_steps(self.engine, jobs, temperature, steps, steady=steady))
 

@@ -50,7 +50,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the requests' lengths and ids (%(default)s)")
     parser.add_argument("--scale", type=share, metavar="F", help="make requests fewer and shorter by this factor; all but cpu1 and cpu32")
     parser.add_argument("--dry", action="store_true", help=f"a trial: model tiny, scale {DRY_SCALE}, one run, as far as not given")
-    parser.add_argument("--profile", action="store_true", help=f"tell the device's time by kernel, over {PROFILED} steps")
+    parser.add_argument("--profile", action="store_true", help=f"tell the device's time by kernel, over {PROFILED} steps of each scenario")
+    parser.add_argument(
+        "--profile-of", action="append", default=[], choices=list(WORKLOADS), metavar="SCENARIO", help="the same of this one; repeatable"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object a line, one for each engine in each scenario")
     parser.add_argument("--record", type=Path, metavar="FILE", help="add the JSON objects of all but cpu1 and cpu32 to this file")
     parser.add_argument("--plot", type=plot_file, metavar="FILE", help=f"draw the throughputs; one of {', '.join(PLOTS)}")
@@ -131,7 +134,8 @@ def settle(args: argparse.Namespace) -> None:
     """Fill in what `--dry` decides, and refuse what does not go together."""
     if args.dry:
         args.model, args.scale, args.repeat = args.model or "tiny", args.scale or DRY_SCALE, args.repeat or 1
-    args.scale, args.repeat, args.profile = args.scale or 1.0, args.repeat or REPEAT, PROFILED if args.profile else 0
+    args.scale, args.repeat = args.scale or 1.0, args.repeat or REPEAT
+    args.profiled = dict.fromkeys([*(WORKLOADS if args.profile else ()), *args.profile_of], PROFILED)
     others = [one.name for one in args.scenarios if one.name not in SCENARIOS]
     if args.compare and others:
         raise SettingsError(f"--compare goes with {' and '.join(SCENARIOS)}, not with {', '.join(others)}")

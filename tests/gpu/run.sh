@@ -1,30 +1,30 @@
 #!/usr/bin/env bash
 # Tests and benchmarks on a machine with an NVIDIA GPU, within MINUTES (8).
 #
-#   tests/gpu/run.sh                        every part, in this order: tests small startup host profile large
-#   tests/gpu/run.sh small profile          these parts
+#   tests/gpu/run.sh                  the parts: tests small large host startup
+#   tests/gpu/run.sh small profile    these parts; profile tells kernels alone, after one short run of each scenario
 #   DRY=1 tests/gpu/run.sh                  the same commands in tiny form, on any machine
 #
 # PYTHON      the interpreter (.venv/bin/python if it is there, else python3). If it does not know modelrunner, the tree is installed into it.
 # OUT         folder for bench.jsonl and the logs (a temporary one)
-# SCENARIOS   of the part small: Qwen3-0.6B's configuration       LARGE   of the part large: Qwen3-8B's
-# PROFILED    of the part profile                                 TESTS   what pytest runs
-# REPEAT      timed runs of each scenario (3)                     BENCH   further options of every `modelrunner bench`
+# SCENARIOS   of the part small, Qwen3-0.6B's configuration                   LARGE       of the part large, Qwen3-8B's
+# PROFILED    scenarios whose kernels are told, in small and in profile       TESTS       what pytest runs
+# REPEAT      timed runs of each scenario (3)                                 BENCH       further options of every `modelrunner bench`
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 
 parts=("$@")
-[ ${#parts[@]} -gt 0 ] || parts=(tests small startup host profile large)
+[ ${#parts[@]} -gt 0 ] || parts=(tests small large host startup)
 MINUTES=${MINUTES:-8}
 OUT=${OUT:-$(mktemp -d)}
 SCENARIOS=${SCENARIOS:-bs1 bs8 bs32 bs128 wide offline offline@0.6 prefill mixed}
 LARGE=${LARGE:-bs1 bs32 bs128 offline prefill}
-PROFILED=${PROFILED:-bs1 bs32 wide prefill}
+PROFILED=${PROFILED-bs1 bs32 wide prefill}
 TESTS=${TESTS:-tests/gpu}
 REPEAT=${REPEAT:-3}
 DRY=${DRY:-}
 [ -n "${PYTHON:-}" ] || { [ -x .venv/bin/python ] && PYTHON=.venv/bin/python || PYTHON=python3; }
-export PYTHONUNBUFFERED=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}
+export PYTHONUNBUFFERED=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 mkdir -p "$OUT"
 records=$OUT/bench.jsonl
 : >"$records"
@@ -61,6 +61,8 @@ bench() {
 if ! "$PYTHON" -P -c 'import modelrunner.plugins.bench' 2>/dev/null; then
     step install 120 "$PYTHON" -m pip install --quiet --no-index --no-deps --no-build-isolation --editable .
 fi
+profile_of=()
+for name in $PROFILED; do profile_of+=(--profile-of "$name"); done
 small=qwen3-0.6b large=qwen3-8b
 [ -z "$DRY" ] || small=tiny large=tiny
 
@@ -68,13 +70,13 @@ for part in "${parts[@]}"; do
     # shellcheck disable=SC2086  # lists of words
     case $part in
     tests) step tests 240 "$PYTHON" -P -m pytest -q -p no:cacheprovider -p no:xdist $TESTS ;;
-    small) bench small 300 $small $SCENARIOS --repeat "$REPEAT" --limit 20 ;;
+    small) bench small 300 $small $SCENARIOS --repeat "$REPEAT" --limit 20 "${profile_of[@]}" ;;
     startup) bench startup 120 $small startup ;;
     host) bench host 60 $small host ;;
     profile) bench profile 120 $small $PROFILED --repeat 1 --limit 1 --profile ;;
     large) bench large 240 $large $LARGE --repeat "$REPEAT" --limit 10 ;;
     *)
-        echo "no part is called $part: tests small startup host profile large" >&2
+        echo "no part is called $part: tests small large host startup profile" >&2
         exit 2
         ;;
     esac
