@@ -22,8 +22,8 @@ PDL_SINCE = 90
 class Build:
     """A kernel with the types and constants of one configuration.
 
-    kernel: the `@triton.jit` function. signature: argument -> Triton type ("*bf16", "i32", "constexpr"); every argument in its order, or
-    only those that `constexprs` does not give. constexprs: values of the constants; a constant named PDL is False below capability 90.
+    kernel: the `@triton.jit` function. signature: argument -> Triton type ("*bf16", "i32"); those in `constexprs` need none, and it may name what
+    other kernels take. constexprs: values of the constants; a constant named PDL is False below capability 90.
     max_spill_bytes: stack bytes a thread may use. divisible: integer arguments that the launch finds divisible by 16 (pointers always are).
     capabilities: what it is compiled for.
     """
@@ -40,8 +40,11 @@ class Build:
     @property
     def name(self) -> str:
         """The kernel and what tells its builds apart."""
-        types = " ".join(kind for kind in self.signature.values() if kind.startswith("*"))
-        return f"{self.kernel.__name__}[{types}]({', '.join(f'{k}={v}' for k, v in self.constexprs.items())}) {self.num_warps} warps"
+        kinds = [self.signature[name] for name in self.kernel.arg_names if name not in self.constexprs]  # type: ignore[attr-defined]
+        types = dict.fromkeys(kind for kind in kinds if kind.startswith("*"))
+        return (
+            f"{self.kernel.__name__}[{' '.join(types)}]({', '.join(f'{k}={v}' for k, v in self.constexprs.items())}) {self.num_warps} warps"
+        )
 
 
 @dataclass(frozen=True)

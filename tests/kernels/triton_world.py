@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from modelrunner.ops import CLOSE, Registry, Tolerance
 from modelrunner.plugins import reference_kernels
+from modelrunner.testing.conformance.kernel_cases import Draw, cases_of
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -51,3 +53,16 @@ def close(out: Any, ref: Any, op: str | Tolerance) -> None:
     tolerance = tolerances().get(op, CLOSE) if isinstance(op, str) else op
     relative, absolute = tolerance.by_dtype.get(ref.dtype, (0.0, 0.0)) if ref.is_floating_point() else (0.0, 0.0)
     torch.testing.assert_close(out, ref, rtol=relative, atol=absolute, equal_nan=True)
+
+
+def agree(op: str, functions: Mapping[str, Any], references: Mapping[str, Any]) -> None:
+    """Assert that `op` of `functions` gives what that of `references` gives, in every conformance case of a built-in operation.
+
+    A case may call other operations too; those are the references' in both runs.
+    """
+    for case, size in cases_of(op):
+        for dtype in DTYPES:
+            plain = SimpleNamespace(**references)
+            fast = SimpleNamespace(**references | {op: functions[op]})
+            want, got = (case(ops, Draw(torch.Generator().manual_seed(0), dtype, DEVICE), *size) for ops in (plain, fast))
+            close(got, want, op)
