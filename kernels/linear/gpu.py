@@ -10,9 +10,10 @@ import triton
 from modelrunner.kernels.activation.gated import SILU
 from modelrunner.kernels.builds import Build
 from modelrunner.kernels.linear.gemv import gemv_kernel
+from modelrunner.kernels.linear.launch import SUM_BLOCK
 from modelrunner.kernels.linear.plan import Gemv, plan
 from modelrunner.kernels.linear.products import int8_matmul, matmul, matmul_add, norm_gated_matmul, norm_matmul
-from modelrunner.kernels.linear.tiles import sum_kernel, tile_kernel
+from modelrunner.kernels.linear.tiles import slice_kernel, sum_kernel, tile_kernel
 
 OVERRIDES: dict[str, Callable[..., Any]] = {
     "matmul": matmul,
@@ -42,15 +43,20 @@ def builds(kind: str, rows: int, outputs: int, inner: int, dtype: str = "bf16") 
     names = ("x_ptr", "norm_ptr", "w_ptr", "scale_ptr", "residual_ptr", "out_ptr", "part_ptr")
     signature = {k: f"*{v}" for k, v in given.items()} | _NUMBERS
     none = {name: None for name in names if name not in given}
-    if isinstance(tiles, Gemv):
+    if isinstance(tiles, Gemv) or tiles.slices > 1:
         del none["part_ptr"]
+    if isinstance(tiles, Gemv):
         constants = {"T": rows, "K": inner, "BN": tiles.bn, "BK": tiles.bk, "ACT": act, "PDL": True}
         return [Build(gemv_kernel, signature, none | constants, tiles.warps, divisible=_DIVISIBLE)]
-    common = {"K": inner, "SPLIT": split, "ACT": act, "PDL": True}
+    common = {"K": inner, "ACT": act, "PDL": True}
     constants = {"BT": tiles.bt, "BN": tiles.bn, "BK": tiles.bk, "WARM": tiles.warm}
+    if tiles.slices > 1:
+        constants["SLICES"] = tiles.slices
+        return [Build(slice_kernel, signature, none | common | constants, tiles.warps, tiles.stages, divisible=_DIVISIBLE)]
+    common["SPLIT"] = split
     found = [Build(tile_kernel, signature, none | common | constants, tiles.warps, tiles.stages, divisible=_DIVISIBLE)]
     if split > 1:
-        constants = {"BLOCK_K": triton.next_power_of_2(inner), "BLOCK": 256}
+        constants = {"BLOCK_K": triton.next_power_of_2(inner), "BLOCK": SUM_BLOCK}
         found.append(Build(sum_kernel, signature, none | common | constants, 2, divisible=_DIVISIBLE))
     return found
 

@@ -9,9 +9,11 @@ import triton
 
 from modelrunner.kernels.linear.gemv import gemv_kernel
 from modelrunner.kernels.linear.plan import Gemv, Tiles
-from modelrunner.kernels.linear.tiles import sum_kernel, tile_kernel
+from modelrunner.kernels.linear.tiles import slice_kernel, sum_kernel, tile_kernel
 from modelrunner.kernels.norm.rows import rms_norm
 from modelrunner.kernels.pdl import pdl
+
+SUM_BLOCK = 256  # columns of a program of `sum_kernel`
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,17 +59,20 @@ def _run_tiles(tiles: Tiles, x: torch.Tensor, weight: torch.Tensor, extras: Extr
     inner, norm, residual, act, split = x.shape[1], extras.norm, extras.residual, extras.act, tiles.split
     if norm is not None and not tiles.fused_norm:
         x, norm = rms_norm(x, norm, extras.eps), None
-    part = None if split == 1 else torch.empty((split, rows, weight.shape[0]), dtype=torch.float32, device=x.device)
     dependent = pdl(x)
     strides = (x.stride(0), 0 if residual is None else residual.stride(0))
-    tile_kernel[(triton.cdiv(outputs, tiles.bn), split, triton.cdiv(rows, tiles.bt))](
-        x, norm, weight, extras.scale, residual, out, part, rows, outputs, *strides, extras.eps,
-        K=inner, BT=tiles.bt, BN=tiles.bn, BK=tiles.bk, SPLIT=split, ACT=act, WARM=tiles.warm and dependent["PDL"],
-        num_warps=tiles.warps, num_stages=tiles.stages, **dependent,
-    )  # fmt: skip
-    if part is not None:
-        block = 256
-        sum_kernel[(rows, triton.cdiv(outputs, block))](
-            part, x, norm, extras.scale, residual, out, rows, outputs, *strides, extras.eps,
-            K=inner, BLOCK_K=triton.next_power_of_2(inner), BLOCK=block, SPLIT=split, ACT=act, num_warps=2, **dependent,
+    before, after = (x, norm, weight, extras.scale, residual, out), (rows, outputs, *strides, extras.eps)
+    options = {"K": inner, "ACT": act, "num_warps": tiles.warps, "num_stages": tiles.stages, **dependent}
+    options |= {"BT": tiles.bt, "BN": tiles.bn, "BK": tiles.bk, "WARM": tiles.warm and dependent["PDL"]}
+    grid = (triton.cdiv(outputs, tiles.bn), split, triton.cdiv(rows, tiles.bt))
+    if tiles.slices > 1:
+        slice_kernel[grid](*before, *after, SLICES=tiles.slices, **options)
+    elif split == 1:
+        tile_kernel[grid](*before, None, *after, SPLIT=1, **options)
+    else:
+        part = torch.empty((split, rows, weight.shape[0]), dtype=torch.float32, device=x.device)
+        tile_kernel[grid](*before, part, *after, SPLIT=split, **options)
+        sum_kernel[(rows, triton.cdiv(outputs, SUM_BLOCK))](
+            part, x, norm, extras.scale, residual, out, *after,
+            K=inner, BLOCK_K=triton.next_power_of_2(inner), BLOCK=SUM_BLOCK, SPLIT=split, ACT=act, num_warps=2, **dependent,
         )  # fmt: skip

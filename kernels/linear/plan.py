@@ -21,8 +21,11 @@ class Gemv:
 
 @dataclass(frozen=True)
 class Tiles:
-    """Tiles of `tile_kernel`: bn outputs and bt rows a program, K in `split` parts and steps of bk. fused_norm: False gives the norm a
-    launch of its own."""
+    """Tiles of `tile_kernel`: bn outputs and bt rows a program, K in steps of bk and in `split` parts for as many programs; or, with
+    `slices`, of `slice_kernel`: K in as many slices for the warps of a program.
+
+    fused_norm: False gives the norm a launch of its own. warm: fetch weights into the L2 cache while waiting for the input.
+    """
 
     bt: int
     bn: int
@@ -32,6 +35,7 @@ class Tiles:
     stages: int
     fused_norm: bool = True
     warm: bool = True
+    slices: int = 1
 
 
 @cache

@@ -1,8 +1,11 @@
-"""Products of up to a few hundred rows on tensor cores, built to stream weights.
+"""Products of up to some hundred rows on tensor cores, built to stream weights.
 
-The weights are the tall operand: a program multiplies BN of their rows by up to BT rows of x. Where that leaves too few programs for the
-GPU, K is split among programs, and `sum_kernel` adds the parts in their order. Weights start their way into the L2 cache before the input
-is there. With a norm, x is multiplied by the norm's weight alone, and the sums by 1 / rms in the end (the squares are added up on the way).
+The weights are the tall operand: a program multiplies BN of their rows by up to BT rows of x. `tile_kernel` is for tall tiles; where they
+leave too few programs for the GPU, K is split among programs, and `sum_kernel` adds the parts in their order. `slice_kernel` is for flat
+tiles: it splits K among the warps of a program, which would otherwise all do the same.
+
+Weights start their way into the L2 cache before the input is there. With a norm, x is multiplied by the norm's weight alone, and the sums
+by 1 / rms in the end (the squares are added up on the way).
 """
 
 from __future__ import annotations
@@ -15,9 +18,10 @@ from modelrunner.kernels.activation.gated import gated
 
 
 @triton.jit
-def _prefetch(w_ptr, first, bound, K: tl.constexpr, BN: tl.constexpr, BYTES: tl.constexpr, ITEM: tl.constexpr):
-    """Fetch BYTES of each of BN rows of w_ptr into the L2 cache; `first`: row, `bound`: the last one there is."""
-    LINES: tl.constexpr = (BYTES + 127) // 128
+def _prefetch(w_ptr, first, bound, K: tl.constexpr, BN: tl.constexpr, LENGTH: tl.constexpr):
+    """Fetch LENGTH values of each of BN rows of w_ptr into the L2 cache. first: row; bound: the last one there is."""
+    ITEM: tl.constexpr = w_ptr.dtype.element_ty.primitive_bitwidth // 8
+    LINES: tl.constexpr = (LENGTH * ITEM + 127) // 128
     COUNT: tl.constexpr = triton.next_power_of_2(BN * LINES)
     line = tl.arange(0, COUNT)
     row = tl.minimum(first + line // LINES, bound).to(tl.int64)
@@ -26,13 +30,41 @@ def _prefetch(w_ptr, first, bound, K: tl.constexpr, BN: tl.constexpr, BYTES: tl.
 
 
 @triton.jit
-def _chunk(ptr, row, column, K: tl.constexpr, EVEN: tl.constexpr):
-    if EVEN:
-        return tl.load(ptr + row + column)
-    return tl.load(ptr + row + column, mask=column < K, other=0.0)
+def _prefetch_rows(w_ptr, start, N, K: tl.constexpr, BN: tl.constexpr, LENGTH: tl.constexpr, ACT: tl.constexpr):
+    """The weights of a program that begin at column `start`; with ACT those of gate and up."""
+    first = tl.program_id(0) * BN
+    _prefetch(w_ptr + start, first, N - 1, K, BN, LENGTH)
+    if ACT != 0:
+        _prefetch(w_ptr + start, first + N, 2 * N - 1, K, BN, LENGTH)
 
 
 @triton.jit
+def _chunk(ptr, row, column, K: tl.constexpr, EVEN: tl.constexpr):
+    if EVEN:
+        return tl.load(ptr + row + column)
+    else:
+        return tl.load(ptr + row + column, mask=column < K, other=0.0)
+
+
+@triton.jit
+def _finish(total, up, scale_ptr, residual_ptr, out_ptr, n, t, T, N, residual_stride, ACT: tl.constexpr):
+    """Scale, activation and residual of sums [BN, BT] for outputs n and rows t, and their way out."""
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    inside = (n < N)[:, None] & (t < T)[None, :]
+    row = tl.minimum(n, N - 1)
+    if scale_ptr is not None:
+        total *= tl.load(scale_ptr + row)[:, None]
+        if ACT != 0:
+            up *= tl.load(scale_ptr + row + N)[:, None]
+    if ACT != 0:
+        total = gated(total.to(dtype), up.to(dtype), ACT).to(tl.float32)
+    wide_t = t.to(tl.int64)[None, :]
+    if residual_ptr is not None:
+        total += tl.load(residual_ptr + wide_t * residual_stride + n[:, None], mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + wide_t * N + n[:, None], total.to(dtype), mask=inside)
+
+
+@triton.jit(do_not_specialize=["T"])
 def tile_kernel(
     x_ptr, norm_ptr, w_ptr, scale_ptr, residual_ptr, out_ptr, part_ptr, T, N, x_stride, residual_stride, eps,
     K: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, ACT: tl.constexpr,
@@ -46,41 +78,35 @@ def tile_kernel(
         gdc_launch_dependents()
     STEPS: tl.constexpr = (K + BK * SPLIT - 1) // (BK * SPLIT)
     EVEN: tl.constexpr = K % (BK * SPLIT) == 0
-    dtype: tl.constexpr = x_ptr.dtype.element_ty
     split = tl.program_id(1)
     start = split * (STEPS * BK)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     row = tl.minimum(n, N - 1).to(tl.int64)
     t = tl.program_id(2) * BT + tl.arange(0, BT)
     if WARM:
-        ITEM: tl.constexpr = w_ptr.dtype.element_ty.primitive_bitwidth // 8
-        _prefetch(w_ptr + start, tl.program_id(0) * BN, N - 1, K, BN, STEPS * BK * ITEM, ITEM)
-        if ACT != 0:
-            _prefetch(w_ptr + start, tl.program_id(0) * BN + N, 2 * N - 1, K, BN, STEPS * BK * ITEM, ITEM)
+        _prefetch_rows(w_ptr, start, N, K, BN, STEPS * BK, ACT)
     if PDL:
         gdc_wait()
     x_row = (tl.minimum(t, T - 1).to(tl.int64) * x_stride)[:, None]
-    w_row = (row * K)[:, None]
-    up_row = ((row + N) * K)[:, None]
     total = tl.zeros([BN, BT], tl.float32)
     up = tl.zeros([BN, BT], tl.float32)
     squares = tl.zeros([BT, BK], tl.float32)
     for i in tl.range(STEPS):
         column = (start + i * BK + tl.arange(0, BK))[None, :]
-        w = _chunk(w_ptr, w_row, column, K, EVEN)
+        w = _chunk(w_ptr, (row * K)[:, None], column, K, EVEN)
         x = _chunk(x_ptr, x_row, column, K, EVEN)
         if norm_ptr is not None:
             wide = x.to(tl.float32)
             squares += wide * wide
-            x = (wide * _chunk(norm_ptr, x_row * 0, column, K, EVEN).to(tl.float32)).to(dtype)
+            x = (wide * _chunk(norm_ptr, x_row * 0, column, K, EVEN).to(tl.float32)).to(x.dtype)
         x = tl.trans(x)
-        total = tl.dot(w.to(dtype), x, total, input_precision="ieee")
+        total = tl.dot(w.to(x.dtype), x, total, input_precision="ieee")
         if ACT != 0:
-            w_up = _chunk(w_ptr, up_row, column, K, EVEN)
-            up = tl.dot(w_up.to(dtype), x, up, input_precision="ieee")
-    inside = (n < N)[:, None] & (t < T)[None, :]
+            w = _chunk(w_ptr, ((row + N) * K)[:, None], column, K, EVEN)
+            up = tl.dot(w.to(x.dtype), x, up, input_precision="ieee")
     if part_ptr is not None:
         WIDTH = N * (2 if ACT != 0 else 1)
+        inside = (n < N)[:, None] & (t < T)[None, :]
         at = part_ptr + (split.to(tl.int64) * T + t)[None, :] * WIDTH + n[:, None]
         tl.store(at, total, mask=inside)
         if ACT != 0:
@@ -90,19 +116,55 @@ def tile_kernel(
             rstd = tl.rsqrt(tl.sum(squares, 1) / K + eps)[None, :]
             total *= rstd
             up *= rstd
-        if scale_ptr is not None:
-            total *= tl.load(scale_ptr + row)[:, None]
-            if ACT != 0:
-                up *= tl.load(scale_ptr + row + N)[:, None]
+        _finish(total, up, scale_ptr, residual_ptr, out_ptr, n, t, T, N, residual_stride, ACT)
+
+
+@triton.jit(do_not_specialize=["T"])
+def slice_kernel(
+    x_ptr, norm_ptr, w_ptr, scale_ptr, residual_ptr, out_ptr, T, N, x_stride, residual_stride, eps,
+    K: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SLICES: tl.constexpr, ACT: tl.constexpr,
+    WARM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """As `gemv_kernel`, for T rows. Program (n, 0, t): BN outputs, BT rows; each of SLICES warps takes a slice of K, in steps of BK."""
+    if PDL:
+        gdc_launch_dependents()
+    STEPS: tl.constexpr = (K + BK * SLICES - 1) // (BK * SLICES)
+    EVEN: tl.constexpr = K % (BK * SLICES) == 0
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    row = tl.minimum(n, N - 1).to(tl.int64)
+    t = tl.program_id(2) * BT + tl.arange(0, BT)
+    begin = tl.arange(0, SLICES)[:, None, None] * (STEPS * BK)
+    if WARM:
+        _prefetch_rows(w_ptr, 0, N, K, BN, K, ACT)
+    if PDL:
+        gdc_wait()
+    x_row = (tl.minimum(t, T - 1).to(tl.int64) * x_stride)[None, :, None]
+    total = tl.zeros([SLICES, BN, BT], tl.float32)
+    up = tl.zeros([SLICES, BN, BT], tl.float32)
+    squares = tl.zeros([SLICES, BT, BK], tl.float32)
+    for i in tl.range(STEPS):
+        column = begin + (i * BK + tl.arange(0, BK))[None, None, :]
+        w = _chunk(w_ptr, (row * K)[None, :, None], column, K, EVEN)
+        x = _chunk(x_ptr, x_row, column, K, EVEN)
+        if norm_ptr is not None:
+            wide = x.to(tl.float32)
+            squares += wide * wide
+            x = (wide * _chunk(norm_ptr, x_row * 0, column, K, EVEN).to(tl.float32)).to(x.dtype)
+        x = tl.permute(x, (0, 2, 1))
+        total = tl.dot(w.to(x.dtype), x, total, input_precision="ieee")
         if ACT != 0:
-            total = gated(total.to(dtype), up.to(dtype), ACT).to(tl.float32)
-        t64 = t.to(tl.int64)[None, :]
-        if residual_ptr is not None:
-            total += tl.load(residual_ptr + t64 * residual_stride + n[:, None], mask=inside, other=0.0).to(tl.float32)
-        tl.store(out_ptr + t64 * N + n[:, None], total.to(dtype), mask=inside)
+            w = _chunk(w_ptr, ((row + N) * K)[None, :, None], column, K, EVEN)
+            up = tl.dot(w.to(x.dtype), x, up, input_precision="ieee")
+    whole = tl.sum(total, 0)
+    whole_up = tl.sum(up, 0)
+    if norm_ptr is not None:
+        rstd = tl.rsqrt(tl.sum(tl.sum(squares, 2), 0) / K + eps)[None, :]
+        whole *= rstd
+        whole_up *= rstd
+    _finish(whole, whole_up, scale_ptr, residual_ptr, out_ptr, n, t, T, N, residual_stride, ACT)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def sum_kernel(
     part_ptr, x_ptr, norm_ptr, scale_ptr, residual_ptr, out_ptr, T, N, x_stride, residual_stride, eps,
     K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr, ACT: tl.constexpr, PDL: tl.constexpr,
@@ -110,7 +172,6 @@ def sum_kernel(
     """Adds the parts of `tile_kernel` in their order and finishes them. Program (t, c): columns c * BLOCK onwards of row t."""
     if PDL:
         gdc_launch_dependents()
-    dtype: tl.constexpr = out_ptr.dtype.element_ty
     t = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = n < N
@@ -130,12 +191,4 @@ def sum_kernel(
         rstd = tl.rsqrt(tl.sum(x * x, 0) / K + eps)
         total *= rstd
         up *= rstd
-    if scale_ptr is not None:
-        total *= tl.load(scale_ptr + n, mask=inside, other=0.0)
-        if ACT != 0:
-            up *= tl.load(scale_ptr + N + n, mask=inside, other=0.0)
-    if ACT != 0:
-        total = gated(total.to(dtype), up.to(dtype), ACT).to(tl.float32)
-    if residual_ptr is not None:
-        total += tl.load(residual_ptr + t * residual_stride + n, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_ptr + t * N + n, total.to(dtype), mask=inside)
+    _finish(total[:, None], up[:, None], scale_ptr, residual_ptr, out_ptr, n, t + tl.arange(0, 1), T, N, residual_stride, ACT)

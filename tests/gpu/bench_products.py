@@ -92,6 +92,13 @@ TILES = [
 ]  # fmt: skip
 
 
+# bn, bk, slices, stages
+SLICES = [
+    (8, 128, 4, 4), (8, 64, 8, 4), (8, 128, 8, 3), (16, 64, 4, 4), (16, 128, 4, 3),
+    (16, 64, 8, 3), (16, 64, 8, 4), (16, 128, 8, 2), (32, 64, 4, 4), (32, 64, 8, 3),
+]  # fmt: skip
+
+
 def candidates(product: Product, rows: int) -> Iterator[Gemv | Tiles]:
     """Configurations worth a try: enough programs, and weights that fit into registers or shared memory."""
     parts = 2 if product.kind == "gated" else 1
@@ -107,6 +114,11 @@ def candidates(product: Product, rows: int) -> Iterator[Gemv | Tiles]:
             shared = stages * bk * 2 * (bn * parts + bt * (2 if product.kind in ("norm", "gated") else 1))
             if 44 <= programs <= (3000 if product.name == "head" else 1024) and shared <= 225_000 and product.inner // split >= bk:
                 yield Tiles(bt, bn, bk, split, warps, stages)
+        for bn, bk, slices, stages in SLICES:
+            programs = product.outputs // bn * -(-rows // bt)
+            shared = stages * slices * bk * 2 * (bn * parts + bt * (2 if product.kind in ("norm", "gated") else 1))
+            if bt <= 32 and 60 <= programs <= 1024 and shared <= 225_000 and product.inner >= bk * slices:
+                yield Tiles(bt, bn, bk, 1, slices, stages, slices=slices)
 
 
 def variants(config: Gemv | Tiles, product: Product) -> list[Gemv | Tiles]:
@@ -259,54 +271,70 @@ def short(config: Config) -> str:
     if isinstance(config, Gemv):
         return f"gemv {config.bn}x{config.bk} w{config.warps}"
     marks = ("" if config.fused_norm else " norm apart") + ("" if config.warm else " cold")
-    return f"tile {config.bt}t {config.bn}x{config.bk}/{config.split} w{config.warps} s{config.stages}{marks}"
+    cut = f"slice {config.bn}x{config.bk}*{config.slices}" if config.slices > 1 else f"tile {config.bn}x{config.bk}/{config.split}"
+    return f"{cut} t{config.bt} w{config.warps} s{config.stages}{marks}"
 
 
-def sweep(bench: Bench, p: Product, rows: int, full: bool) -> list[tuple[float, Config]]:
-    """(microseconds, configuration), best first; wrong ones are told and left out."""
-    found: list[tuple[float, Config]] = []
+Found = dict[Config, float]  # microseconds
 
-    def measure(config: Config) -> None:
+
+def measure(bench: Bench, p: Product, rows: int, configs: list[Config]) -> Found:
+    """The wrong ones are told and left out."""
+    found: Found = {}
+    for config in dict.fromkeys(configs):
         try:
             error = bench.error(p, rows, config)
-            if not error < (1e-4 if DRY else 1e-2):
+            if error < (1e-4 if DRY else 1e-2):
+                found[config] = bench.time(p, rows, config)
+            else:
                 print(f"WRONG: {p.name} rows {rows} {short(config)}: relative error {error:.1e}")
-                return
-            found.append((bench.time(p, rows, config), config))
         except Exception as error:
             print(f"fails: {p.name} rows {rows} {short(config)}: {type(error).__name__}: {str(error)[:160]}")
-
-    chosen = default(p, rows)
-    for config in dict.fromkeys([None, chosen, *(candidates(p, rows) if full else ())]):
-        measure(config)
-    tiles = [(t, c) for t, c in found if c is not None]
-    if full and tiles:
-        for config in variants(min(tiles, key=lambda pair: pair[0])[1], p):
-            measure(config)
-    return sorted(found, key=lambda pair: pair[0])
+    return found
 
 
-def report(bench: Bench, rows: int, full: bool) -> list[dict[str, object]]:
+def report(bench: Bench, rows: int, found: dict[str, Found]) -> list[dict[str, object]]:
+    """Prints the four best of each product, and the chain."""
     records: list[dict[str, object]] = []
-    best: dict[str, Config] = {}
+    name, best = bench.model.name, dict[str, Config]()
     for p in bench.model.products:
-        found = sweep(bench, p, rows, full)
-        seen = {config: t for t, config in found}
-        best[p.name] = found[0][1] if found else None
-        chosen = default(p, rows)
-        others = " | ".join(f"{t:.2f} {short(c)}" for t, c in found[:4])
-        mine = f"{seen[chosen]:.2f}" if chosen in seen else "-"
-        print(f"{bench.model.name} {rows:4} {p.name:8} {p.floor:7.2f} {seen.get(None, 0):7.2f} {mine:>7} | {others}", flush=True)
-        records += [{"model": bench.model.name, "rows": rows, "product": p.name, "us": t, "config": short(c)} for t, c in found]
+        seen = sorted(found[p.name].items(), key=lambda pair: pair[1])
+        best[p.name] = seen[0][0] if seen else None
+        library, mine = (found[p.name].get(c, float("nan")) for c in (None, default(p, rows)))
+        others = " | ".join(f"{t:.2f} {short(c)}" for c, t in seen[:4])
+        print(f"{name} {rows:4} {p.name:8} {p.floor:7.2f} {library:7.2f} {mine:7.2f} | {others}", flush=True)
+        records += [{"model": name, "rows": rows, "product": p.name, "us": t, "config": short(c)} for c, t in seen]
     none: dict[str, Config] = dict.fromkeys(best)
     shipped = {p.name: default(p, rows) for p in bench.model.products}
     (library, want), (ours, got), (swept, other) = (bench.chain(rows, c) for c in (none, shipped, best))
     far = max(((out - want).norm() / want.norm()).item() for out in (got, other))
     floor = sum(p.floor for p in bench.model.products[:4]) * bench.model.layers * bench.model.scale
     times = f"floor {floor:.0f}, cuBLAS {library:.0f}, default {ours:.0f}, best singles {swept:.0f}"
-    print(f"{bench.model.name} {rows:4} chain: {times}; relative difference {far:.1e}{'' if far < 3e-2 else ' WRONG'}", flush=True)
-    records.append({"model": bench.model.name, "rows": rows, "product": "chain", "us": [library, ours, swept]})
+    print(f"{name} {rows:4} chain: {times}; relative difference {far:.1e}{'' if far < 3e-2 else ' WRONG'}", flush=True)
+    records.append({"model": name, "rows": rows, "product": "chain", "us": [library, ours, swept]})
     return records
+
+
+def sweep(bench: Bench, many: list[int], full: bool, processes: int) -> list[dict[str, object]]:
+    """All candidates, then variants of the best, each set compiled beforehand by many processes."""
+    products, name = bench.model.products, bench.model.name
+    found: dict[tuple[int, str], Found] = {(rows, p.name): {} for rows in many for p in products}
+    more: dict[tuple[int, str], list[Config]] = {
+        (rows, p.name): [None, default(p, rows), *(candidates(p, rows) if full else ())] for rows in many for p in products
+    }
+    for _ in range(2 if full else 1):
+        begun = time.time()
+        jobs = {(name, product, rows, c): None for (rows, product), configs in more.items() for c in configs if c is not None}
+        if not DRY:
+            compile_all(list(jobs), processes)
+        print(f"{name}: {len(jobs)} jobs compiled in {time.time() - begun:.0f} s", flush=True)
+        for rows in many:
+            for p in products:
+                seen = found[rows, p.name]
+                seen |= measure(bench, p, rows, more[rows, p.name])
+                ours = [c for c in seen if c is not None]
+                more[rows, p.name] = [v for v in variants(min(ours, key=seen.__getitem__), p) if v not in seen] if ours else []
+    return [record for rows in many for record in report(bench, rows, {p.name: found[rows, p.name] for p in products})]
 
 
 def main() -> None:
@@ -322,25 +350,11 @@ def main() -> None:
     if DRY:
         todo = {"dry": [1, 16]}
     begun = time.time()
-    if not DRY:
-        jobs = {
-            (name, p.name, rows, config): None
-            for name, many in todo.items()
-            for rows in many
-            for p in MODELS[name].products
-            for config in [default(p, rows), *([] if options.quick else candidates(p, rows))]
-            if config is not None
-        }
-        compile_all(list(jobs), options.processes)
-        print(f"{len(jobs)} jobs compiled in {time.time() - begun:.0f} s", flush=True)
     print("model rows product    floor  cuBLAS default | best", flush=True)
     records: list[dict[str, object]] = []
     for name, many in todo.items():
         if many:
-            bench = Bench(MODELS[name])
-            for rows in many:
-                records += report(bench, rows, not options.quick and not DRY)
-            del bench
+            records += sweep(Bench(MODELS[name]), many, not options.quick and not DRY, options.processes)
     if folder := os.environ.get("OUT"):
         (Path(folder) / "products.json").write_text(json.dumps(records))
     print(f"{time.time() - begun:.0f} s")
