@@ -40,7 +40,7 @@ def seconds_of(work: Callable[[], object], device: torch.device, repeats: int = 
         work()
         mark.record()
     torch.cuda.synchronize(device)
-    return statistics.median(before.elapsed_time(after) for before, after in pairwise(marks)) / 1000
+    return statistics.median(float(before.elapsed_time(after)) for before, after in pairwise(marks)) / 1000
 
 
 def copy_bandwidth(device: torch.device, size: int | None = None) -> float:

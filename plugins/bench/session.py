@@ -7,7 +7,7 @@ import contextlib
 import gc
 import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -64,11 +64,11 @@ def records(asked: Sequence[Asked], args: argparse.Namespace, manager: PluginMan
         from modelrunner.plugins.bench.startup import measure_startup
 
         usual = roomy(settings, manager, [scaled("offline", args.scale)], args.scale)
-        yield measure_startup(usual, args.plugins, args.model or "")
+        yield from attempt(STARTUP, lambda: [measure_startup(usual, args.plugins, args.model or "")])
     if HOST in names:
         from modelrunner.plugins.bench.host import measure_host
 
-        yield from measure_host(args.scale)
+        yield from attempt(HOST, lambda: measure_host(args.scale))
     work = [
         (scaled(one.name, args.scale), args.temperature if one.temperature is None else one.temperature)
         for one in asked
@@ -76,6 +76,15 @@ def records(asked: Sequence[Asked], args: argparse.Namespace, manager: PluginMan
     ]
     if work:
         yield from engine_records(work, settings, args, manager)
+
+
+def attempt(name: str, measure: Callable[[], Iterable[Record]]) -> Iterator[Record]:
+    """What `measure` gives; a record with `error` when it raises."""
+    try:
+        yield from measure()
+    except Exception as error:
+        traceback.print_exc(file=sys.stderr)
+        yield {"scenario": name, "engine": "modelrunner", "error": brief(error)}
 
 
 def scaled(name: str, scale: float) -> Workload:

@@ -32,14 +32,12 @@ def start(settings: Mapping[str, Any], plugins: Sequence[str], cache: str) -> di
     """Run one process to its first token: seconds of each of STAGES, and their `total`."""
     argument = json.dumps({"settings": dict(settings), "plugins": list(plugins)})
     begun = time.time()
-    child = subprocess.run(
-        [sys.executable, "-P", "-m", "modelrunner.plugins.bench.startup", argument],
-        env={**os.environ, "TRITON_CACHE_DIR": cache},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-        check=False,
-    )
+    command = [sys.executable, "-P", "-m", "modelrunner.plugins.bench.startup", argument]
+    environment = {**os.environ, "TRITON_CACHE_DIR": cache}
+    try:
+        child = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT, check=False)
+    except subprocess.TimeoutExpired:
+        raise ModelRunnerError(f"the process that `startup` measures had no token after {TIMEOUT:.0f} s") from None
     if child.returncode:
         raise ModelRunnerError(f"the process that `startup` measures ended with {child.returncode}:\n{child.stderr[-4000:]}")
     stamps: list[float] = json.loads(child.stdout.splitlines()[-1])
