@@ -6,39 +6,47 @@ from collections.abc import Callable
 from typing import Any
 
 from modelrunner.kernels.builds import Build
+from modelrunner.kernels.sampling.launch import LIST, TILE, WIDE, greedy, sample
 from modelrunner.kernels.sampling.noise import _gumbel_noise, gumbel_noise
-from modelrunner.kernels.sampling.scan import CHUNK, _scan
-from modelrunner.kernels.sampling.settle import WIDE, _settle, greedy, sample
+from modelrunner.kernels.sampling.scan import CHUNK, GROUP, _scan
+from modelrunner.kernels.sampling.settle import _confirm, _settle, _weigh
 
 OVERRIDES: dict[str, Callable[..., Any]] = {"greedy": greedy, "sample": sample, "gumbel_noise": gumbel_noise}
 
-COLUMNS = {"temperature": "*fp32", "seed": "*i64", "position": "*i32", "choice": "*i32"}
-FILTERS = {"top_k": "*i32", "top_p": "*fp32", "min_p": "*fp32"}
+TYPES = {
+    **dict.fromkeys(("stride", "vocab", "chunks", "segments", "parts"), "i32"),
+    **dict.fromkeys(("temperature", "top_p", "min_p", "peaks", "times", "group_peaks", "state"), "*fp32"),
+    **dict.fromkeys(("rows", "top_k", "position", "more", "choice", "scratch", "counts"), "*i32"),
+    **dict.fromkeys(("seed", "tokens", "sums"), "*i64"),
+    **dict.fromkeys(("samples", "good"), "*i1"),
+}
+FILTERED = ("top_k", "group_peaks", "scratch")
+DRAWN = ("rows", "temperature", "top_p", "min_p", "seed", "position", "more", "choice", "state")
 
 
-def _scan_build(dtype: str, noise: bool, steps: int) -> Build:
-    shape = {"logits": dtype, "stride": "i32", "vocab": "i32", "peaks": "*fp32", "times": "*fp32", "chunks": "i32", "segments": "i32"}
-    absent = {} if noise else dict.fromkeys(COLUMNS)
-    constants = {**absent, "CHUNK": CHUNK, "STEPS": steps, "NOISE": noise}
-    return Build(_scan, {**shape, **COLUMNS}, constants, divisible=("stride", "vocab"))
+def _build(kernel: Any, dtype: str, absent: tuple[str, ...] = (), warps: int = 4, **constants: Any) -> Build:
+    """absent: arguments that are None."""
+    missing = {name: None for name in absent if name in kernel.arg_names}
+    return Build(kernel, {"logits": dtype, **TYPES}, {**missing, **constants}, num_warps=warps, divisible=("stride", "vocab"))
 
 
-def _settle_build(dtype: str, noise: bool, filters: bool) -> Build:
-    shape = {"logits": dtype, "stride": "i32", "vocab": "i32", "peaks": "*fp32", "times": "*fp32", "chunks": "i32"}
-    absent = ({} if noise else dict.fromkeys(COLUMNS)) | ({} if filters else dict.fromkeys(FILTERS))
-    constants = {**absent, "CHUNK": CHUNK, "PLACES": 256, "WIDE": WIDE, "NOISE": noise}
-    types = {**shape, **COLUMNS, **FILTERS, "tokens": "*i64", "good": "*i1"}
-    return Build(_settle, types, constants, num_warps=8 if filters else 4, divisible=("stride", "vocab"))
+def _settle_build(dtype: str, absent: tuple[str, ...], noise: bool = True) -> Build:
+    short = {"GROUP": GROUP, "GROUPS": 2048, "TILE": TILE // (4 if dtype == "*fp32" else 2), "LIST": LIST, "WIDE": WIDE}
+    warps = 4 if "top_k" in absent else 8
+    return _build(_settle, dtype, absent, warps, CHUNK=CHUNK, PLACES=256, **short, NOISE=noise)
+
+
+def _scan_build(dtype: str, absent: tuple[str, ...], steps: int, noise: bool = True) -> Build:
+    return _build(_scan, dtype, absent, CHUNK=CHUNK, GROUP=GROUP, STEPS=steps, NOISE=noise)
 
 
 BUILDS: list[Build] = [
-    *(_scan_build(dtype, noise, steps) for dtype, steps in (("*bf16", 1), ("*bf16", 8), ("*fp32", 8)) for noise in (False, True)),
-    *(_settle_build("*bf16", noise, filters) for noise, filters in ((False, False), (True, False), (True, True))),
-    _settle_build("*fp16", True, True),
-    _settle_build("*fp32", True, True),
-    Build(
-        _gumbel_noise,
-        {"seed": "*i64", "position": "*i32", "choice": "*i32", "out": "*fp32", "vocab": "i32", "blocks": "i32"},
-        {"PURPOSE": 0, "BLOCK": 1024},
-    ),
+    *(_scan_build(dtype, FILTERED + DRAWN, steps, False) for dtype in ("*bf16", "*fp32") for steps in (1, 8)),
+    *(_scan_build(dtype, absent, steps) for dtype in ("*bf16", "*fp32") for absent in (FILTERED, ()) for steps in (1, 8)),
+    _settle_build("*bf16", FILTERED + DRAWN, False),
+    _settle_build("*bf16", (*FILTERED, "top_p", "min_p", "state")),
+    *(_settle_build(dtype, ()) for dtype in ("*bf16", "*fp16", "*fp32")),
+    _build(_weigh, "*bf16", CHUNK=CHUNK, STEPS=4),
+    _build(_confirm, "*bf16", CHUNK=CHUNK, PLACES=256, PARTS=64),
+    Build(_gumbel_noise, {**TYPES, "out": "*fp32", "blocks": "i32"}, {"PURPOSE": 0, "BLOCK": 1024}, divisible=("vocab",)),
 ]

@@ -37,9 +37,9 @@ def exact_exp(x):
 
 
 @triton.jit
-def random_words(seed, position, choice, PURPOSE: tl.constexpr, start, COUNT: tl.constexpr):
-    """COUNT random words [COUNT] uint32, of vocabulary ids start to start + COUNT. start and COUNT: multiples of 4."""
-    c0 = (start // 4 + tl.arange(0, COUNT // 4)).to(tl.uint32)
+def _philox(block, seed, position, choice, PURPOSE: tl.constexpr):
+    """The four words of each counter. block: a tensor; seed, position, choice: int64."""
+    c0 = block.to(tl.uint32)
     c1 = tl.zeros_like(c0) + position.to(tl.uint32)
     c2 = tl.zeros_like(c0) + choice.to(tl.uint32)
     c3 = tl.zeros_like(c0) + PURPOSE
@@ -49,7 +49,22 @@ def random_words(seed, position, choice, PURPOSE: tl.constexpr, start, COUNT: tl
         c0, c2 = (p1 >> 32).to(tl.uint32) ^ c1 ^ k0, (p0 >> 32).to(tl.uint32) ^ c3 ^ k1
         c1, c3 = p1.to(tl.uint32), p0.to(tl.uint32)
         k0, k1 = (k0 + W0).to(tl.uint32), (k1 + W1).to(tl.uint32)
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def random_words(seed, position, choice, PURPOSE: tl.constexpr, start, COUNT: tl.constexpr):
+    """COUNT random words [COUNT] uint32, of vocabulary ids start to start + COUNT. start and COUNT: multiples of 4."""
+    c0, c1, c2, c3 = _philox(start // 4 + tl.arange(0, COUNT // 4), seed, position, choice, PURPOSE)
     return tl.reshape(tl.join(tl.join(c0, c2), tl.join(c1, c3)), [COUNT])
+
+
+@triton.jit
+def random_words_of(seed, position, choice, PURPOSE: tl.constexpr, ids):
+    """The random words of scattered vocabulary ids, uint32."""
+    c0, c1, c2, c3 = _philox(ids // 4, seed, position, choice, PURPOSE)
+    place = ids % 4
+    return tl.where(place < 2, tl.where(place == 0, c0, c1), tl.where(place == 2, c2, c3))
 
 
 @triton.jit

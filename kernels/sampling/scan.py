@@ -7,6 +7,8 @@ again, with the reference's own rounding.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -16,6 +18,8 @@ from modelrunner.kernels.sampling.philox import PURPOSE_SAMPLE
 from modelrunner.kernels.sampling.reference import GREEDY_TEMPERATURE
 
 CHUNK = 1024
+GROUP = 128
+SHORT_K = tl.constexpr(512)
 GREEDY_LIMIT = tl.constexpr(GREEDY_TEMPERATURE)
 PURPOSE = tl.constexpr(PURPOSE_SAMPLE)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -47,8 +51,18 @@ def place_of(x, peak, ids):
 
 
 @triton.jit
-def divisor_of(temperature):
-    return tl.where(temperature <= GREEDY_LIMIT, 1.0, temperature)
+def is_short(k):
+    """Whether a row's top-k is small enough for a list of candidates; such a row needs no race."""
+    return (k > 0) & (k <= SHORT_K)
+
+
+@triton.jit
+def draw_key(row, line, seed, position, more, choice):
+    """What the row's noise depends on: seed, position and choice, int64. row: in the batch; line: in the columns."""
+    where = tl.load(position + row).to(tl.int64)
+    if more is not None:
+        where += tl.load(more + row).to(tl.int64)
+    return tl.load(seed + line), where, tl.load(choice + line).to(tl.int64)
 
 
 @triton.jit
@@ -82,33 +96,45 @@ def _scan(
     logits,
     stride,
     vocab,
+    rows,
     temperature,
+    top_k,
     seed,
     position,
+    more,
     choice,
     peaks,
     times,
+    group_peaks,
     chunks,
     segments,
     CHUNK: tl.constexpr,
+    GROUP: tl.constexpr,
     STEPS: tl.constexpr,
     NOISE: tl.constexpr,
 ):
-    """A program takes STEPS chunks of a row. peaks, times: [n, chunks] float32."""
+    """A program takes STEPS chunks of a row. peaks, times: [n, chunks]; group_peaks: [n, chunks * CHUNK / GROUP], only with top_k."""
     row, segment = (tl.program_id(0) // segments).to(tl.int64), tl.program_id(0) % segments
     if NOISE:
-        heat = tl.load(temperature + row)
-        draws = heat > GREEDY_LIMIT
-        scale = LOG2E / divisor_of(heat)
-        key, where, which = tl.load(seed + row), tl.load(position + row).to(tl.int64), tl.load(choice + row).to(tl.int64)
+        line = row if rows is None else tl.load(rows + row).to(tl.int64)
+        heat = tl.load(temperature + line)
+        races = heat > GREEDY_LIMIT
+        if top_k is not None:
+            races = races & (is_short(tl.load(top_k + line)) == 0)
+        scale = LOG2E / heat
+        key, where, which = draw_key(row, line, seed, position, more, choice)
     for step in range(STEPS):
         chunk = segment * STEPS + step
         ids = chunk * CHUNK + tl.arange(0, CHUNK)
         x = tl.load(logits + row * stride + ids, mask=ids < vocab, other=-INF).to(tl.float32)
         peak = peak_of(x)
         tl.store(peaks + row * chunks + chunk, peak, mask=chunk < chunks)
-        if NOISE:  # noqa: SIM102 (a constant, then a value)
-            if draws:
+        if NOISE:
+            if top_k is not None:
+                groups = tl.arange(0, CHUNK // GROUP)
+                place = (row * chunks + chunk) * (CHUNK // GROUP) + groups
+                tl.store(group_peaks + place, tl.max(tl.reshape(x, [CHUNK // GROUP, GROUP]), 1), mask=chunk + groups * 0 < chunks)
+            if races:
                 words = random_words(key, where, which, PURPOSE, chunk * CHUNK, CHUNK)
                 earliest = tl.min(_times(x, tl.where(peak == -INF, 0.0, peak), scale, words), 0)
                 tl.store(times + row * chunks + chunk, earliest, mask=chunk < chunks)
@@ -122,17 +148,51 @@ def steps_of(n: int, chunks: int) -> int:
     return steps
 
 
-def scan(
-    logits: torch.Tensor, columns: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Peaks and, if `columns` (temperature, seed, position, choice) are given, arrival times: two of [n, chunks] float32."""
+@dataclass(frozen=True)
+class Columns:
+    """What rows draw by. rows: [n] int32, where their values lie in the columns; None: columns are [n] themselves.
+
+    temperature, top_p, min_p: float32; top_k, choice: int32; seed: int64. position: [n] integers, `more` (or None) is added to it.
+    """
+
+    temperature: torch.Tensor
+    top_k: torch.Tensor | None
+    top_p: torch.Tensor | None
+    min_p: torch.Tensor | None
+    seed: torch.Tensor
+    choice: torch.Tensor
+    position: torch.Tensor
+    more: torch.Tensor | None = None
+    rows: torch.Tensor | None = None
+
+    @property
+    def draw(self) -> tuple[torch.Tensor | None, ...]:
+        """Arguments of `draw_key`."""
+        return self.seed, self.position, self.more, self.choice
+
+
+@dataclass(frozen=True)
+class Scan:
+    """Peaks and arrival times, [n, chunks] float32, and the peaks of groups, [n, chunks * CHUNK / GROUP], None without top-k."""
+
+    peaks: torch.Tensor
+    times: torch.Tensor
+    group_peaks: torch.Tensor | None
+
+
+def scan(logits: torch.Tensor, columns: Columns | None) -> Scan:
+    """logits: [n, V], rows contiguous. columns: None if all rows are greedy, then arrival times are undefined."""
     n, vocab = logits.shape
     chunks = triton.cdiv(vocab, CHUNK)
     found = torch.empty(2, n, chunks, device=logits.device)
-    peaks, times = found[0], found[1]
+    groups, inputs = None, (None,) * 7
+    if columns is not None:
+        inputs = (columns.rows, columns.temperature, columns.top_k, *columns.draw)  # type: ignore[assignment]
+        if columns.top_k is not None:
+            groups = torch.empty(n, chunks * (CHUNK // GROUP), device=logits.device)
+    out = Scan(found[0], found[1], groups)
     steps = steps_of(n, chunks)
     segments = triton.cdiv(chunks, steps)
-    _scan[(n * segments,)](
-        logits, logits.stride(0), vocab, *(columns or (None,) * 4), peaks, times, chunks, segments, CHUNK, steps, columns is not None
-    )
-    return peaks, times
+    shape = (chunks, segments, CHUNK, GROUP, steps, columns is not None)
+    _scan[(n * segments,)](logits, logits.stride(0), vocab, *inputs, out.peaks, out.times, groups, *shape)
+    return out

@@ -1,94 +1,96 @@
-"""From chunk peaks and arrival times to a token, one program a row; see `scan.py`."""
+"""From peaks and arrival times (`scan.py`) to a token for every row.
+
+One program a row settles greedy rows, rows without a filter or with min-p, and rows with a small top-k. Top-p alone first takes the token
+drawn without it: it stays if the tokens better than it hold less than top-p of the mass. All programs together weigh them, and a last
+program a row confirms the token, or draws again among the better ones, until one stays. That gives the token of the filtered
+distribution: of the tokens that stay, the one that the noise puts first.
+"""
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
-from modelrunner.kernels.sampling import reference
-from modelrunner.kernels.sampling.noise import exact_exp, exact_log, gumbel, random_words
-from modelrunner.kernels.sampling.scan import CHUNK, GREEDY_LIMIT, INF, LN2, PURPOSE, peak_of, place_of, scan
+from modelrunner.kernels.sampling.noise import exact_log
+from modelrunner.kernels.sampling.scan import GREEDY_LIMIT, INF, LN2, draw_key, is_short, peak_of
+from modelrunner.kernels.sampling.search import (
+    NO_MASS,
+    best_token,
+    distance_at,
+    distance_of,
+    draw,
+    draw_from_list,
+    kth_of_row,
+    load_chunk,
+    mass_of,
+    shortlist,
+    wanted_mass,
+    weigh_row,
+)
 
-SLACK = tl.constexpr(2.0**-10)  # bounds are good to 2e-5
-MASS_UNIT = tl.constexpr(reference.MASS_UNIT)
-INF_BITS = tl.constexpr(0x7F800000)
-WIDE = 8192
-
-
-@triton.jit
-def _chunk(logits, vocab, chunk, CHUNK: tl.constexpr):
-    """Ids and logits of a chunk, -inf beyond the vocabulary."""
-    ids = chunk * CHUNK + tl.arange(0, CHUNK)
-    return ids, tl.load(logits + ids, mask=ids < vocab, other=-INF).to(tl.float32)
-
-
-@triton.jit
-def _best_token(logits, vocab, places, peaks, best, CHUNK: tl.constexpr):
-    """The lowest id that holds the row's best logit (or NaN)."""
-    ids, x = _chunk(logits, vocab, place_of(peaks, best, places), CHUNK)
-    return tl.minimum(place_of(x, best, ids), vocab - 1)
+SETTLED = tl.constexpr(-1.0)  # in place of a cut
 
 
 @triton.jit
-def _draw(logits, vocab, places, bounds, best, heat, cut, below, seed, position, choice, CHUNK: tl.constexpr):
-    """The token of the largest noise - distance, the lowest id among equals, of those at a distance <= cut and < below.
-
-    Chunks are looked at in the order of their bounds, until no bound reaches what was found.
-    """
-    found = -INF
-    token = 0
-    top = tl.max(bounds, 0)
-    while (top > -INF) & (top + SLACK >= found):
-        chunk = tl.min(tl.where(bounds == top, places, 0x7FFFFFFF), 0)
-        ids, x = _chunk(logits, vocab, chunk, CHUNK)
-        distance = tl.math.div_rn(best - x, heat)
-        words = random_words(seed, position, choice, PURPOSE, chunk * CHUNK, CHUNK)
-        noisy = tl.where((distance <= cut) & (distance < below), gumbel(words) - distance, -INF)
-        value = tl.max(noisy, 0)
-        first = tl.min(tl.where(noisy == value, ids, 0x7FFFFFFF), 0)
-        better = (value > found) | ((value == found) & (first < token))
-        token = tl.where(better & (value > -INF), first, token)
-        found = tl.maximum(found, value)
-        bounds = tl.where(places == chunk, -INF, bounds)
-        top = tl.max(bounds, 0)
-    return token
-
-
-@triton.jit
-def _count(logits, vocab, best, heat, limit, WIDE: tl.constexpr):
-    """How many tokens of the row are at a distance of at most `limit` (bits of one)."""
-    count = tl.zeros([WIDE], tl.int32)
-    for start in range(0, vocab, WIDE):
-        ids = start + tl.arange(0, WIDE)
-        x = tl.load(logits + ids, mask=ids < vocab, other=-INF).to(tl.float32)
-        bits = tl.math.div_rn(best - x, heat).to(tl.int32, bitcast=True)
-        count += ((bits <= limit) & (ids < vocab)).to(tl.int32)
-    return tl.sum(count, 0)
-
-
-@triton.jit
-def _weigh(logits, vocab, best, heat, cut, below, WIDE: tl.constexpr):
-    """The mass of all tokens at a distance <= cut and < below, an integer."""
-    mass = tl.zeros([WIDE], tl.int64)
-    for start in range(0, vocab, WIDE):
-        ids = start + tl.arange(0, WIDE)
-        x = tl.load(logits + ids, mask=ids < vocab, other=-INF).to(tl.float32)
-        distance = tl.math.div_rn(best - x, heat)
-        mass += tl.where((distance <= cut) & (distance < below), exact_exp(-distance) * MASS_UNIT, 0.0).to(tl.int64)
-    return tl.sum(mass, 0)
-
-
-@triton.jit
-def _kth(logits, vocab, best, heat, k, WIDE: tl.constexpr):
-    """The distance of the k-th best token, by bisection of its bits."""
-    low, high = 0, INF_BITS
-    while low < high:
-        middle = low + (high - low) // 2
-        enough = _count(logits, vocab, best, heat, middle, WIDE) >= k
-        high = tl.where(enough, middle, high)
-        low = tl.where(enough, low, middle + 1)
-    return low.to(tl.float32, bitcast=True)
+def _settle_drawn(
+    logits,
+    vocab,
+    row,
+    line,
+    best,
+    peak,
+    places,
+    heat,
+    top_k,
+    top_p,
+    min_p,
+    key,
+    where,
+    which,
+    times,
+    group_peaks,
+    scratch,
+    chunks,
+    CHUNK: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TILE: tl.constexpr,
+    LIST: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """The token of a row that draws, and the cut that top-p is still to be applied below (SETTLED: the token is final)."""
+    cut = INF
+    if min_p is not None:
+        cut = tl.maximum(-exact_log(tl.load(min_p + line)), 0.0)
+    p = 1.0
+    if top_p is not None:
+        p = tl.load(top_p + line)
+    token = -1
+    if top_k is not None:
+        k = tl.load(top_k + line)
+        if is_short(k):
+            own = scratch + row * (GROUPS + LIST)
+            groups = chunks * (CHUNK // GROUP)
+            count, limit = shortlist(logits, vocab, group_peaks + row * groups, groups, own, best, heat, k, GROUP, GROUPS, TILE, LIST)
+            if count <= LIST:
+                slots = tl.arange(0, LIST)
+                ids = tl.load(own + GROUPS + slots, mask=slots < count, other=0)
+                token = draw_from_list(logits, ids, slots < count, best, heat, cut, limit, k, p, key, where, which)
+            else:  # no race was held: any chunk may hold the winner
+                tl.store(times + row * chunks + places, tl.zeros_like(peak), mask=places < chunks)
+                tl.debug_barrier()
+    left = SETTLED
+    if token < 0:
+        if top_k is not None:
+            k = tl.load(top_k + line)
+            if (k > 0) & (k < vocab):
+                cut = tl.minimum(cut, kth_of_row(logits, vocab, best, heat, k, WIDE))
+        time = tl.load(times + row * chunks + places, mask=places < chunks, other=INF)
+        distance = distance_of(peak, best, heat)
+        bounds = tl.where((distance <= cut) & (distance < INF), tl.log2(time) * -LN2 - distance, -INF)
+        token = draw(logits, vocab, places, bounds, best, heat, cut, INF, key, where, which, CHUNK)
+        left = tl.where(p < 1.0, cut, SETTLED)
+    return token, left
 
 
 @triton.jit
@@ -96,23 +98,35 @@ def _settle(
     logits,
     stride,
     vocab,
+    rows,
     temperature,
     top_k,
     top_p,
     min_p,
     seed,
     position,
+    more,
     choice,
+    samples,
     peaks,
     times,
+    group_peaks,
+    scratch,
     chunks,
     tokens,
+    counts,
     good,
+    state,
     CHUNK: tl.constexpr,
     PLACES: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TILE: tl.constexpr,
+    LIST: tl.constexpr,
     WIDE: tl.constexpr,
     NOISE: tl.constexpr,
 ):
+    """A token for each row. state: [n, 2] float32, only with top_p: what `_settle_drawn` leaves to top-p, and the best logit."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     places = tl.arange(0, PLACES)
@@ -120,94 +134,114 @@ def _settle(
     best = peak_of(peak)
     ok = tl.abs(best) < INF
     tl.store(good + row, ok)
+    if counts is not None:
+        tl.store(counts + row, (ok & (tl.load(samples + row) != 0)).to(tl.int32))
     draws = False
     if NOISE:
-        heat = tl.load(temperature + row)
+        line = row if rows is None else tl.load(rows + row).to(tl.int64)
+        heat = tl.load(temperature + line)
         draws = ok & (heat > GREEDY_LIMIT)
+    left = SETTLED
     if draws:
         if NOISE:
-            key, where, which = tl.load(seed + row), tl.load(position + row).to(tl.int64), tl.load(choice + row).to(tl.int64)
-            cut = INF
-            if min_p is not None:
-                cut = tl.maximum(-exact_log(tl.load(min_p + row)), 0.0)
-            if top_k is not None:
-                k = tl.load(top_k + row)
-                if (k > 0) & (k < vocab):
-                    cut = tl.minimum(cut, _kth(logits, vocab, best, heat, k, WIDE))
-            time = tl.load(times + row * chunks + places, mask=places < chunks, other=INF)
-            distance = tl.math.div_rn(best - peak, heat)
-            bounds = tl.where(distance <= cut, tl.log2(time) * -LN2 - distance, -INF)
-            token = _draw(logits, vocab, places, bounds, best, heat, cut, INF, key, where, which, CHUNK)
-            if top_p is not None:
-                p = tl.load(top_p + row)
-                if p < 1.0:
-                    total = _weigh(logits, vocab, best, heat, cut, INF, WIDE)
-                    share = tl.ceil(total.to(tl.float64) * p.to(tl.float64)).to(tl.int64)
-                    wanted = tl.minimum(tl.maximum(share, 1), total)
-                    below = tl.math.div_rn(best - tl.load(logits + token).to(tl.float32), heat)
-                    while _weigh(logits, vocab, best, heat, cut, below, WIDE) >= wanted:
-                        kept = tl.where(distance < below, bounds, -INF)
-                        token = _draw(logits, vocab, places, kept, best, heat, cut, below, key, where, which, CHUNK)
-                        below = tl.math.div_rn(best - tl.load(logits + token).to(tl.float32), heat)
+            key, where, which = draw_key(row, line, seed, position, more, choice)
+            token, left = _settle_drawn(
+                logits, vocab, row, line, best, peak, places, heat, top_k, top_p, min_p, key, where, which,
+                times, group_peaks, scratch, chunks, CHUNK, GROUP, GROUPS, TILE, LIST, WIDE,
+            )  # fmt: skip
             tl.store(tokens + row, token.to(tl.int64))
     else:
-        tl.store(tokens + row, _best_token(logits, vocab, places, peak, best, CHUNK).to(tl.int64))
+        tl.store(tokens + row, best_token(logits, vocab, places, peak, best, CHUNK).to(tl.int64))
+    if state is not None:
+        tl.store(state + row * 2, left)
+        tl.store(state + row * 2 + 1, best)
 
 
-def _run(
-    logits: torch.Tensor,
-    columns: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None,
-    filters: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """columns: temperature, seed, position, choice; None: greedy. filters: top_k, top_p, min_p."""
-    n, vocab = logits.shape
-    tokens = torch.empty(n, dtype=torch.int64, device=logits.device)
-    ok = torch.empty(n, dtype=torch.bool, device=logits.device)
-    if n == 0:
-        return tokens, ok
-    if logits.stride(1) != 1:
-        logits = logits.contiguous()
-    peaks, times = scan(logits, columns)
-    chunks = peaks.shape[1]
-    temperature, *draw = columns or (None,) * 4
-    _settle[(n,)](
-        logits,
-        logits.stride(0),
-        vocab,
-        temperature,
-        *filters,
-        *draw,
-        peaks,
-        times,
-        chunks,
-        tokens,
-        ok,
-        CHUNK,
-        max(16, triton.next_power_of_2(chunks)),
-        min(WIDE, max(16, triton.next_power_of_2(vocab))),
-        columns is not None,
-        num_warps=4 if filters[0] is None and filters[1] is None else 8,
-    )
-    return tokens, ok
+@triton.jit
+def _weigh(
+    logits,
+    stride,
+    vocab,
+    rows,
+    temperature,
+    peaks,
+    chunks,
+    tokens,
+    state,
+    sums,
+    parts,
+    CHUNK: tl.constexpr,
+    STEPS: tl.constexpr,
+):
+    """sums: [n, parts, 2] int64, the mass below the cut and, of it, that of tokens better than the row's. Settled rows are left out."""
+    row, part = (tl.program_id(0) // parts).to(tl.int64), tl.program_id(0) % parts
+    cut = tl.load(state + row * 2)
+    if cut >= 0.0:
+        best = tl.load(state + row * 2 + 1)
+        logits += row * stride
+        heat = tl.load(temperature + (row if rows is None else tl.load(rows + row).to(tl.int64)))
+        below = distance_at(logits, tl.load(tokens + row), best, heat)
+        total = tl.zeros([CHUNK], tl.int64)
+        better = tl.zeros([CHUNK], tl.int64)
+        for chunk in range(part * STEPS, tl.minimum(part * STEPS + STEPS, chunks)):
+            nearest = distance_of(tl.load(peaks + row * chunks + chunk), best, heat)
+            if (nearest <= cut) & (nearest < NO_MASS):
+                _, x = load_chunk(logits, vocab, chunk * CHUNK, CHUNK)
+                distance = distance_of(x, best, heat)
+                mass = tl.where(distance <= cut, mass_of(distance), 0)
+                total += mass
+                better += tl.where(distance < below, mass, 0)
+        tl.store(sums + tl.program_id(0).to(tl.int64) * 2, tl.sum(total, 0))
+        tl.store(sums + tl.program_id(0).to(tl.int64) * 2 + 1, tl.sum(better, 0))
 
 
-def greedy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `reference.greedy`: two launches, one read of the logits."""
-    return _run(logits, None, (None, None, None))
-
-
-def sample(
-    logits: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor | None,
-    top_p: torch.Tensor | None,
-    min_p: torch.Tensor | None,
-    seed: torch.Tensor,
-    position: torch.Tensor,
-    choice: torch.Tensor,
-    uniforms: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `reference.sample`: two launches, one read of the logits for rows without filters."""
-    if uniforms is not None:
-        return reference.sample(logits, temperature, top_k, top_p, min_p, seed, position, choice, uniforms)
-    return _run(logits, (temperature, seed, position, choice), (top_k, top_p, min_p))
+@triton.jit
+def _confirm(
+    logits,
+    stride,
+    vocab,
+    rows,
+    temperature,
+    top_p,
+    seed,
+    position,
+    more,
+    choice,
+    peaks,
+    times,
+    chunks,
+    tokens,
+    state,
+    sums,
+    parts,
+    CHUNK: tl.constexpr,
+    PLACES: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """Replaces the tokens that top-p drops."""
+    row = tl.program_id(0).to(tl.int64)
+    cut = tl.load(state + row * 2)
+    if cut >= 0.0:
+        best = tl.load(state + row * 2 + 1)
+        logits += row * stride
+        line = row if rows is None else tl.load(rows + row).to(tl.int64)
+        part = tl.arange(0, PARTS)
+        here = sums + (row * parts + part) * 2
+        total = tl.sum(tl.load(here, mask=part < parts, other=0), 0)
+        better = tl.sum(tl.load(here + 1, mask=part < parts, other=0), 0)
+        wanted = wanted_mass(total, tl.load(top_p + line))
+        if better >= wanted:
+            heat = tl.load(temperature + line)
+            key, where, which = draw_key(row, line, seed, position, more, choice)
+            places = tl.arange(0, PLACES)
+            peak = tl.load(peaks + row * chunks + places, mask=places < chunks, other=-INF)
+            time = tl.load(times + row * chunks + places, mask=places < chunks, other=0.0)
+            distance = distance_of(peak, best, heat)
+            bounds = tl.where((distance <= cut) & (distance < INF), tl.log2(time) * -LN2 - distance, -INF)
+            token = tl.load(tokens + row).to(tl.int32)
+            while better >= wanted:
+                below = distance_at(logits, token, best, heat)
+                bounds = tl.where(distance < below, bounds, -INF)
+                token = draw(logits, vocab, places, bounds, best, heat, cut, below, key, where, which, CHUNK)
+                better = weigh_row(logits, vocab, peaks + row * chunks, best, heat, cut, distance_at(logits, token, best, heat), CHUNK)
+            tl.store(tokens + row, token.to(tl.int64))

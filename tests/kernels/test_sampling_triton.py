@@ -11,7 +11,7 @@ from triton_world import DEVICE, DTYPES, ON_GPU, close
 from modelrunner.kernels.sampling import philox, reference
 
 pytest.importorskip("triton")
-from modelrunner.kernels.sampling import noise, scan, settle
+from modelrunner.kernels.sampling import launch, noise, scan
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy of infinities, in the interpreter
 
@@ -45,7 +45,7 @@ def made_columns(n: int) -> tuple[torch.Tensor, ...]:
 
 def check_sample(logits: torch.Tensor, columns: tuple[torch.Tensor, ...], filters: Filters = (None, None, None)) -> torch.Tensor:
     kept = logits.clone()
-    out = settle.sample(logits, columns[0], *filters, *columns[1:])
+    out = launch.sample(logits, columns[0], *filters, *columns[1:])
     same(out, reference.sample(logits, columns[0], *filters, *columns[1:]))
     assert torch.equal(logits.nan_to_num(), kept.nan_to_num())
     return out[0]
@@ -55,7 +55,7 @@ def check_sample(logits: torch.Tensor, columns: tuple[torch.Tensor, ...], filter
 @pytest.mark.parametrize(("n", "vocab"), SIZES)
 def test_greedy(n: int, vocab: int, dtype: torch.dtype) -> None:
     logits = made_logits(n, vocab, dtype)
-    same(settle.greedy(logits), reference.greedy(logits))
+    same(launch.greedy(logits), reference.greedy(logits))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -73,7 +73,7 @@ def test_greedy_of_strange_rows(dtype: torch.dtype) -> None:
     logits[6, :2499] = -INF
     logits[7, 0] = -INF
     logits = logits.to(DEVICE, dtype)
-    same(settle.greedy(logits), reference.greedy(logits))
+    same(launch.greedy(logits), reference.greedy(logits))
     temperature, *draw = made_columns(8)
     check_sample(logits, (temperature, *draw))
     check_sample(logits, (temperature * 0, *draw))
@@ -88,7 +88,7 @@ def test_gumbel_noise(n: int, vocab: int) -> None:
 def test_given_uniforms() -> None:
     logits, (temperature, *draw) = made_logits(2, 50, torch.float32), made_columns(2)
     uniforms = torch.rand(2, 50, device=DEVICE)
-    out = settle.sample(logits, temperature, None, None, None, *draw, uniforms)
+    out = launch.sample(logits, temperature, None, None, None, *draw, uniforms)
     same(out, reference.sample(logits, temperature, None, None, None, *draw, uniforms))
     assert torch.equal(noise.gumbel_noise(*draw, 0, 50, uniforms), philox.gumbel_noise(*draw, 0, 50, uniforms))
 
@@ -123,6 +123,46 @@ def test_filters(n: int, vocab: int, kind: str) -> None:
     check_sample(made_logits(n, vocab, dtype), made_columns(n), made_filters(n, vocab, kind))
 
 
+@pytest.mark.parametrize("kind", ["k", "kp"])
+def test_more_ties_than_the_list_holds(kind: str) -> None:
+    """A row of equal logits, one with two values, one whose finite tokens are fewer than k; and a k beyond the list's reach."""
+    logits = torch.full((4, 3000), -2.5, device=DEVICE)
+    logits[1, 2000:] = 1.0
+    logits[2, 5:] = -INF
+    logits[3] = torch.randn(3000)
+    filters = made_filters(4, 3000, kind)
+    filters[0].copy_(torch.tensor([5, 20, 100, 900]))  # type: ignore[union-attr]
+    check_sample(logits, made_columns(4), filters)
+
+
+def test_top_p_draws_again_until_a_token_stays() -> None:
+    """A small p drops most of what the unfiltered race finds."""
+    logits, columns = made_logits(6, 3000, torch.float32, 1.5), made_columns(6)
+    top_p = torch.tensor([1e-6, 0.01, 0.05, 0.1, 0.3, 0.5], device=DEVICE)
+    check_sample(logits, columns, (None, top_p, None))
+    check_sample(logits, columns, (None, top_p, torch.full_like(top_p, 0.02)))
+
+
+def test_rows_of_columns() -> None:
+    """`sample_rows` and `greedy_rows` equal their plain chains: gathered columns, the position, and which tokens count."""
+    n, table, vocab = 5, 9, 400
+    logits, columns = made_logits(n, vocab, torch.float32), made_columns(table)
+    logits[3] = -INF
+    temperature, seed, _, choice = columns
+    temperature[4] = 0.0
+    filters = made_filters(table, vocab, "kpm")
+    rows = torch.tensor([7, 0, 8, 3, 4], dtype=torch.int32, device=DEVICE)
+    samples = torch.tensor([True, True, False, True, True], device=DEVICE)
+    computed, query_len = (torch.randint(1, 90, (n,), dtype=torch.int32, device=DEVICE) for _ in range(2))
+    for given in (filters, (None, None, None)):
+        taken = [None if t is None else t[rows.long()] for t in (temperature, *given, seed, choice)]
+        tokens, ok = reference.sample(logits, *taken[:5], computed + query_len, taken[5])  # type: ignore[arg-type]
+        out = launch.sample_rows(logits, rows, samples, computed, query_len, temperature, *given, seed, choice)
+        close(out, (tokens, (samples & ok).to(torch.int32), ok), "sample")
+    tokens, ok = reference.greedy(logits)
+    close(launch.greedy_rows(logits, samples), (tokens, (samples & ok).to(torch.int32), ok), "greedy")
+
+
 def test_every_chunk_size_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     logits, columns = made_logits(3, 3000, torch.float32), made_columns(3)
     one = check_sample(logits, columns)
@@ -136,7 +176,7 @@ def test_every_chunk_size_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_real_vocabularies(vocab: int, dtype: torch.dtype) -> None:
     n = 48
     logits, columns = made_logits(n, vocab, dtype, 2.0), made_columns(n)
-    same(settle.greedy(logits), reference.greedy(logits))
+    same(launch.greedy(logits), reference.greedy(logits))
     check_sample(logits, columns)
     top_k = torch.randint(0, 200, (n,), dtype=torch.int32, device=DEVICE)
     check_sample(logits, columns, (top_k, torch.rand(n, device=DEVICE) * 0.5 + 0.5, torch.rand(n, device=DEVICE) * 0.01))

@@ -1,0 +1,136 @@
+"""Launchers of the sampling kernels: `greedy`, `sample`, and the same with a row's values taken from the request table's columns."""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from modelrunner.kernels.sampling import reference
+from modelrunner.kernels.sampling.scan import CHUNK, GROUP, Columns, Scan, scan
+from modelrunner.kernels.sampling.settle import _confirm, _settle, _weigh
+
+TILE = 64  # bytes: one logit each of the groups looked at at a time
+LIST = 1024  # tokens on a row's short list, at most
+WIDE = 4096
+GREEDY = (None,) * 9  # in place of rows, temperature, filters and what the noise depends on
+
+Result = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+
+
+def places_of(count: int) -> int:
+    """A power of two for `count` elements; the interpreter wants more than one."""
+    return max(16, triton.next_power_of_2(count))
+
+
+def _run(logits: torch.Tensor, columns: Columns | None, samples: torch.Tensor | None) -> Result:
+    """columns: None if all rows are greedy. samples: [n] bool, or None. Returns tokens, ok and, with `samples`, how many tokens count."""
+    n = logits.shape[0]
+    tokens = torch.empty(n, dtype=torch.int64, device=logits.device)
+    ok = torch.empty(n, dtype=torch.bool, device=logits.device)
+    counts = None if samples is None else torch.empty(n, dtype=torch.int32, device=logits.device)
+    if n == 0:
+        return tokens, ok, counts
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    found = scan(logits, columns)
+    state = None if columns is None or columns.top_p is None else torch.empty(n, 2, device=logits.device)
+    _launch_settle(logits, columns, samples, found, (tokens, counts, ok, state))
+    if state is not None:
+        assert columns is not None
+        _top_p(logits, columns, found, tokens, state)
+    return tokens, ok, counts
+
+
+def _launch_settle(
+    logits: torch.Tensor, columns: Columns | None, samples: torch.Tensor | None, found: Scan, out: tuple[torch.Tensor | None, ...]
+) -> None:
+    n, vocab = logits.shape
+    chunks = found.peaks.shape[1]
+    inputs, scratch, groups = GREEDY, None, 16
+    if columns is not None:
+        filters = columns.top_k, columns.top_p, columns.min_p
+        inputs = (columns.rows, columns.temperature, *filters, *columns.draw)  # type: ignore[assignment]
+        if columns.top_k is not None:
+            groups = places_of(chunks * (CHUNK // GROUP))
+            scratch = torch.empty(n, groups + LIST, dtype=torch.int32, device=logits.device)
+    constants = (
+        CHUNK,
+        places_of(chunks),
+        GROUP,
+        groups,
+        TILE // logits.element_size(),
+        LIST,
+        min(WIDE, places_of(vocab)),
+        columns is not None,
+    )
+    scanned = (found.peaks, found.times, found.group_peaks, scratch, chunks)
+    warps = 4 if scratch is None else 8
+    _settle[(n,)](logits, logits.stride(0), vocab, *inputs, samples, *scanned, *out, *constants, num_warps=warps)
+
+
+def parts_of(n: int, chunks: int) -> tuple[int, int]:
+    """How many programs weigh a row, and how many chunks each takes."""
+    steps = 4
+    while steps < 32 and n * chunks >= 2048 * steps:
+        steps *= 2
+    return triton.cdiv(chunks, steps), steps
+
+
+def _top_p(logits: torch.Tensor, columns: Columns, found: Scan, tokens: torch.Tensor, state: torch.Tensor) -> None:
+    n, vocab = logits.shape
+    chunks = found.peaks.shape[1]
+    parts, steps = parts_of(n, chunks)
+    sums = torch.empty(n, parts, 2, dtype=torch.int64, device=logits.device)
+    head = (logits, logits.stride(0), vocab, columns.rows, columns.temperature)
+    _weigh[(n * parts,)](*head, found.peaks, chunks, tokens, state, sums, parts, CHUNK, steps)
+    scanned = (found.peaks, found.times, chunks)
+    constants = (CHUNK, places_of(chunks), places_of(parts))
+    _confirm[(n,)](*head, columns.top_p, *columns.draw, *scanned, tokens, state, sums, parts, *constants)
+
+
+def greedy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `reference.greedy`: two launches, one read of the logits."""
+    return _run(logits, None, None)[:2]
+
+
+def sample(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor | None,
+    top_p: torch.Tensor | None,
+    min_p: torch.Tensor | None,
+    seed: torch.Tensor,
+    position: torch.Tensor,
+    choice: torch.Tensor,
+    uniforms: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `reference.sample`: two launches, four with top_p. One read of the logits, one more for rows with top-p but no small top-k."""
+    if uniforms is not None:
+        return reference.sample(logits, temperature, top_k, top_p, min_p, seed, position, choice, uniforms)
+    return _run(logits, Columns(temperature, top_k, top_p, min_p, seed, choice, position), None)[:2]
+
+
+def greedy_rows(logits: torch.Tensor, samples: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See the fusion `greedy_rows`: the launches of `greedy`."""
+    tokens, ok, counts = _run(logits, None, samples)
+    assert counts is not None
+    return tokens, counts, ok
+
+
+def sample_rows(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    samples: torch.Tensor,
+    computed: torch.Tensor,
+    query_len: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor | None,
+    top_p: torch.Tensor | None,
+    min_p: torch.Tensor | None,
+    seed: torch.Tensor,
+    choice: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See the fusion `sample_rows`: the launches of `sample`."""
+    tokens, ok, counts = _run(logits, Columns(temperature, top_k, top_p, min_p, seed, choice, computed, query_len, rows), samples)
+    assert counts is not None
+    return tokens, counts, ok
