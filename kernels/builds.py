@@ -23,8 +23,9 @@ class Build:
     """A kernel with the types and constants of one configuration.
 
     kernel: the `@triton.jit` function. signature: argument -> Triton type ("*bf16", "i32"); it needs none of those in
-    `constexprs`, and may name what other kernels take. constexprs: values of the constants; one named PDL is False below capability 90. max_spill_bytes: stack bytes a thread may use. divisible: integer arguments that the launch finds divisible by 16 (pointers always are).
-    capabilities: what it is compiled for.
+    `constexprs`, and may name what other kernels take. constexprs: values of the constants; one named PDL is False below
+    capability 90. max_spill_bytes: stack bytes a thread may use. divisible: integer arguments that the launch finds divisible
+    by 16 (pointers always are). capabilities: what it is compiled for.
     """
 
     kernel: Callable[..., Any]

@@ -17,8 +17,10 @@ OVERRIDES: dict[str, Callable[..., Any]] = {
     "gather_step": gather_step,
 }
 
-_INT32 = ("rows", "num_query", "generations", "query_start", "query_len", "computed", "known", "finished", "generation")
-_INT32 += ("num_accepted", "token_ids", "table")
+_INT32 = [
+    *("rows", "num_query", "generations", "query_start", "query_len", "computed", "known", "finished", "generation", "num_accepted"),
+    *("token_ids", "table"),
+]
 TYPES = {f"{name}_ptr": "*i32" for name in _INT32} | {"token_row_ptr": "*i64", "positions_ptr": "*i64", "valid_ptr": "*i1"}
 TYPES |= {f"{name}_out": "*i32" for name in ("query_len", "computed", "seq_len", "num_accepted", "block_table")}
 TYPES |= {f"{name}_out": "*i64" for name in ("sample_index", "input_ids", "positions", "token_row", "slots")}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -102,8 +103,9 @@ def gather_step(
     """
     n, t = rows.shape[0], input_ids_out.shape[0]
     programs = triton.cdiv(t, BLOCK)
-    for table, tokens_per_page, block_table, slots in groups or [(None, 1, None, None)]:
-        pages, stride = (0, 0) if table is None or block_table is None else (block_table.shape[1], table.stride(0))
+    no_groups: tuple[Any, int, Any, Any] = (None, 1, None, None)
+    for table, tokens_per_page, block_table, slots in groups or (no_groups,):
+        pages, stride = (0, 0) if table is None else (block_table.shape[1], table.stride(0))
         step_kernel[(programs + n,)](
             rows, num_query, generations, query_start,
             computed, known, finished, generation, num_accepted, token_ids, table,

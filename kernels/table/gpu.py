@@ -16,12 +16,14 @@ OVERRIDES: dict[str, Callable[..., Any]] = {
     "finish_step": finish_step,
 }
 
-_INT32 = ("rows", "query_len", "num_tokens", "token_ids", "computed", "known", "finished", "limit", "num_accepted", "seat", "stop_ids")
-_INT32 += ("finish", "ring", "generations", "arena", "start", "words")
+_INT32 = [
+    *("rows", "query_len", "num_tokens", "token_ids", "computed", "known", "finished", "limit", "num_accepted", "seat", "stop_ids"),
+    *("finish", "ring", "generations", "arena", "start", "words"),
+]
 TYPES = {f"{name}_ptr": "*i32" for name in _INT32} | dict.fromkeys(("tokens_ptr", "counter_ptr", "dst_ptr"), "*i64")
 TYPES |= dict.fromkeys(("samples_ptr", "ok_ptr"), "*i1")
 TYPES |= dict.fromkeys(("N", "length", "S", "token_stride", "E", "entry_stride", "row_stride", "num_runs", "num_words", "halvings"), "i32")
-NO_RECORD = dict.fromkeys(("ring_ptr", "counter_ptr", "generations_ptr"))
+NO_RECORD: dict[str, Any] = dict.fromkeys(("ring_ptr", "counter_ptr", "generations_ptr"))
 
 
 def _finish(tokens: int, stops: int, block: int, num_warps: int = 1, **more: Any) -> Build:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -39,12 +38,10 @@ def modules(*folders: str) -> list[str]:
     return names
 
 
-def uses_triton(name: str) -> bool:
-    """Kernel modules, and only they, may need Triton to be imported."""
-    path = (ROOT / name.replace("modelrunner.kernels", "kernels", 1).replace(".", "/")).with_suffix(".py")
-    return name.startswith("modelrunner.kernels") and (
-        path.name == "gpu.py" or (path.exists() and re.search(r"^(import|from) triton", path.read_text(encoding="utf-8"), re.M) is not None)
-    )
+def may_use_triton(name: str) -> bool:
+    """Modules of `kernels/` that are neither packages nor references."""
+    path = ROOT / name.replace("modelrunner.kernels", "kernels", 1).replace(".", "/")
+    return name.startswith("modelrunner.kernels") and not path.is_dir() and path.name != "reference"
 
 
 def test_listing_plugins_does_not_import_torch() -> None:
@@ -65,7 +62,7 @@ def test_hook_specs_and_plugin_modules_do_not_import_torch() -> None:
 
 
 def test_everything_but_kernels_imports_without_triton() -> None:
-    names = [n for n in modules(*FOLDERS) if not uses_triton(n)]
+    names = [n for n in modules(*FOLDERS) if not may_use_triton(n)]
     assert len(names) > 40
     python(f"BLOCKED = ('triton',)\n{BLOCK}\nfor n in {names!r}:\n    importlib.import_module(n)\n")
 
