@@ -19,6 +19,7 @@ from modelrunner.devices.cpu import CpuDevice, Done
 from modelrunner.hookspecs import hookimpl
 from modelrunner.offers import Offer
 from modelrunner.plugins.bench.drive import sampling, undisturbed
+from modelrunner.plugins.bench.parts import Clock
 from modelrunner.plugins.bench.scenarios import Job
 
 if TYPE_CHECKING:
@@ -33,7 +34,6 @@ PROMPT = 32  # tokens of the shortest prompt; rows start at every place of a pag
 PAGE = 16
 WARM_UP, STEPS = 64, 512
 TOKEN = 7
-PARTS = ("plan", "launch", "collect", "commit")
 
 
 class NullDevice(CpuDevice):
@@ -81,38 +81,6 @@ class NullPlugin:
         return Offer("null", lambda: NullDevice, fit="fallback", reason="for measuring the host")
 
 
-class Clock:
-    """Wraps the calls of an engine's loop and keeps how long each took. entries: name -> nanoseconds of each call, in order."""
-
-    def __init__(self, engine: Engine, device: NullDevice) -> None:
-        self.entries: dict[str, list[int]] = {name: [] for name in PARTS}
-        self._device = device
-        launch = engine.runner.launch
-
-        def told(plan: Plan) -> Ticket:
-            device.plan = plan
-            return launch(plan)
-
-        owners: Any = {"plan": engine.scheduler, "launch": engine.runner, "collect": engine.runner, "commit": engine.scheduler}
-        for name, owner in owners.items():
-            setattr(owner, name, self._timed(name, told if name == "launch" else getattr(owner, name)))
-
-    def _timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        entries, device = self.entries[name], self._device
-
-        def timed(*args: Any, **named: Any) -> Any:
-            hidden, start = device.nanoseconds, thread_time_ns()
-            result = call(*args, **named)
-            entries.append(thread_time_ns() - start - (device.nanoseconds - hidden))
-            return result
-
-        return timed
-
-    def clear(self) -> None:
-        for entries in self.entries.values():
-            entries.clear()
-
-
 def make_engine(rows: Sequence[int]) -> tuple[Engine, NullDevice]:
     """An engine on the null device, with a model that costs nothing, and graphs for these numbers of rows."""
     from modelrunner.engine import Engine
@@ -131,6 +99,13 @@ def make_engine(rows: Sequence[int]) -> tuple[Engine, NullDevice]:
     engine = Engine(settings, plugins=[ScriptedPlugin(mixed(), context=CONTEXT), NullPlugin()])
     device = engine.assembly.device
     assert isinstance(device, NullDevice), "the null device was asked for by name"
+    launch = engine.runner.launch
+
+    def told(plan: Plan) -> Ticket:
+        device.plan = plan
+        return launch(plan)
+
+    vars(engine.runner)["launch"] = told
     return engine, device
 
 
@@ -153,9 +128,8 @@ def measure_steps(engine: Engine, device: NullDevice, steps: int) -> dict[str, A
     A block is as many steps as a page has tokens, so that each has the same share of new pages. `us_per_step` and `parts_us` are medians
     over blocks, `best_us` is the least block; single steps are in `spread_us`.
     """
-    clock = Clock(engine, device)
     device.hidden = True
-    with undisturbed(engine):
+    with undisturbed(engine), Clock(engine, thread_time_ns, lambda: device.nanoseconds) as clock:
         spend(engine, device, WARM_UP)
         clock.clear()
         total = spend(engine, device, steps)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
 from modelrunner.plugins.bench.drive import abandon, sampling, undisturbed
+from modelrunner.plugins.bench.parts import Clock, split
 from modelrunner.plugins.bench.scenarios import Job
 
 if TYPE_CHECKING:
@@ -33,13 +35,15 @@ class Kernel:
 @dataclass(frozen=True)
 class Profile:
     """kernels: by total time, the longest first. steps: profiled ones. span: microseconds from the first start to the last end. busy: of
-    it, with at least one kernel at work. gaps: waits between kernels, the longest first."""
+    it, with at least one kernel at work. gaps: waits between kernels, the longest first. host: microseconds that parts of the loop take the
+    host a step, collecting with its wait for the device; measured before, without a profiler."""
 
     kernels: Sequence[Kernel]
     steps: int
     span: float
     busy: float
     gaps: Sequence[float]
+    host: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def idle(self) -> float:
@@ -74,8 +78,10 @@ def profile_steps(engine: Engine, jobs: Sequence[Job], temperature: float, steps
     with undisturbed(engine):
         for place, job in enumerate(jobs):
             engine.add_request(str(place), {"prompt_token_ids": list(job.prompt)}, sampling(job, temperature))
+        host: dict[str, float] = {}
         if steady:
             settle(engine, SETTLING)
+            host = host_parts(engine, steps)
         # On a GPU its own activity alone: noting the host's operators would slow the host and so show waits that are not there.
         activity = ProfilerActivity.CUDA if engine.assembly.device.type == "cuda" else ProfilerActivity.CPU
         with profile(activities=[activity]) as recorded:
@@ -89,7 +95,17 @@ def profile_steps(engine: Engine, jobs: Sequence[Job], temperature: float, steps
         path = Path(folder) / "trace.json"
         recorded.export_chrome_trace(str(path))
         events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-    return profile_of(events, max(done, 1))
+    return replace(profile_of(events, max(done, 1)), host=host)
+
+
+def host_parts(engine: Engine, steps: int) -> dict[str, float]:
+    """Microseconds of the loop's parts on the host, a step."""
+    with Clock(engine, perf_counter_ns) as clock:
+        start, done = perf_counter_ns(), 0
+        while done < steps and engine.has_unfinished():
+            engine.step()
+            done += 1
+        return split(clock, perf_counter_ns() - start, max(done, 1))
 
 
 def settle(engine: Engine, steps: int) -> None:
@@ -110,6 +126,7 @@ def as_record(profile: Profile) -> dict[str, Any]:
         "busy_us": profile.busy,
         "idle_share": profile.idle,
         "gaps_us": list(profile.gaps[:20]),
+        "host_us": dict(profile.host),
         "kernels": [
             {"name": k.name, "count": k.count, "total_us": k.total, "us_per_step": k.total / profile.steps} for k in profile.kernels
         ],
@@ -125,6 +142,8 @@ def lines(profile: Mapping[str, Any] | None, most: int = 24) -> Iterator[str]:
         f"  profile of {steps} steps: {profile['span_us'] / steps:.1f} us a step, device busy {profile['busy_us'] / steps:.1f} us, "
         f"idle {100 * profile['idle_share']:.1f}% (longest gaps {', '.join(f'{gap:.1f}' for gap in gaps[:5])} us)"
     )
+    if host := profile["host_us"]:
+        yield "  host, us a step: " + ", ".join(f"{part} {micros:.1f}" for part, micros in host.items())
     yield f"  {'us/step':>10} {'share':>6} {'calls/step':>10} {'us/call':>9}  kernel"
     total = sum(kernel["total_us"] for kernel in kernels) or 1.0
     for kernel in kernels[:most]:

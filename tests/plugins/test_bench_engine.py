@@ -15,7 +15,7 @@ import torch
 from modelrunner import Engine, cli
 from modelrunner.errors import ModelRunnerError
 from modelrunner.plugin_manager import PluginManager
-from modelrunner.plugins.bench import drive, floor, hardware, host, profiler, session, startup, stream
+from modelrunner.plugins.bench import drive, floor, hardware, host, parts, profiler, session, startup, stream
 from modelrunner.plugins.bench.models import model_folder
 from modelrunner.plugins.bench.scenarios import Job
 from modelrunner.plugins.bench.suite import Bench, Options
@@ -153,6 +153,9 @@ def test_steps_of_an_engine_are_profiled_and_dropped(engine: Engine) -> None:
     found = profiler.profile_steps(engine, jobs, 0.0, 4, steady=True)
     assert found.steps == 4
     assert any("mm" in kernel.name for kernel in found.kernels)
+    assert found.host["step"] == pytest.approx(sum(found.host[name] for name in (*parts.PARTS, "rest")))
+    assert min(found.host.values()) > 0
+    assert "launch" not in vars(engine.runner), "the engine is as it was"
     assert not engine.has_unfinished()
 
 
