@@ -1,0 +1,118 @@
+"""Captured steps on a GPU: the same bits as eager ones, no waiting, no allocation, no growth, and no race in a long random run."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from modelrunner import Engine, OutputKind, SamplingParams
+from modelrunner.testing import ByteTokenizerPlugin, Driver, EngineProbe, P, assert_tokens, dense, options, ref, tiny_dense
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+
+GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=0.8, seed=3, max_tokens=40, ignore_eos=True)
+FILTERED = SamplingParams(temperature=0.8, top_k=30, top_p=0.9, seed=4, max_tokens=40, ignore_eos=True)
+WAITS = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaMalloc", "cudaFree", "cudaHostAlloc", "cuModuleLoad", "cudaMemcpy")
+
+
+def start(dtype: str = "bfloat16", eager: bool = False, **short: Any) -> Driver:
+    settings = options(device="cuda", **short) | {"graphs": {"eager": eager, "bucket_rows": (1, 2, 4, 8, 16)}}
+    return Driver(Engine({"model": {"name": str(tiny_dense()), "dtype": dtype}} | settings, plugins=[ByteTokenizerPlugin()]))
+
+
+def tokens(driver: Driver, params: SamplingParams) -> list[tuple[int, ...]]:
+    """Output ids of a fixed batch: every request is there before the first step."""
+    for k in range(7):
+        driver.add(str(k), P(5 + 11 * k, k), params)
+    driver.finish()
+    EngineProbe(driver).assert_clean()
+    return [tuple(driver.result(str(k)).token_ids) for k in range(7)]
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED, FILTERED], ids=["greedy", "sampled", "filtered"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_a_graph_is_its_eager_step_and_depth_changes_nothing(dtype: str, params: SamplingParams) -> None:
+    """On the same padded buckets, bit for bit."""
+    graphs = start(dtype, depth=2)
+    assert "captured" in graphs.engine.assembly.resolved.graphs
+    want = tokens(start(dtype, eager=True, depth=1), params)
+    assert tokens(graphs, params) == want
+    assert tokens(start(dtype, depth=3), params) == want
+
+
+@pytest.fixture
+def steady() -> Iterator[Driver]:
+    """An engine with requests that decode, all graphs in use."""
+    driver = start(depth=2)
+    for k in range(8):
+        params = SamplingParams(temperature=0, max_tokens=240, ignore_eos=True, output_kind=OutputKind.FINAL_ONLY)
+        driver.add(str(k), P(4, k), params)
+    for _ in range(12):
+        driver.engine.step()
+    yield driver
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def test_two_hundred_steps_wait_for_nothing_but_their_events(steady: Driver) -> None:
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.set_sync_debug_mode("error")
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+        for _ in range(200):
+            steady.engine.step()
+        torch.cuda.set_sync_debug_mode("default")
+    calls = {event.key: event.count for event in trace.key_averages()}
+    assert calls.get("cudaGraphLaunch", 0) >= 200, calls
+    events = calls.pop("cudaDeviceSynchronize", 0)  # the profiler's own, at its ends
+    assert events <= 2
+    waits = {name: count for name, count in calls.items() if name.startswith(WAITS) and not name.startswith("cudaMemcpyAsync")}
+    assert not waits, waits
+
+
+def test_memory_does_not_grow() -> None:
+    driver = start(depth=2, rows=16)
+    number, seen = 0, []
+    for step in range(5000):
+        while len(driver.engine.requests) < 16:
+            driver.engine.add_request(str(number), {"prompt_token_ids": P(3 + number % 50, number % 7)}, (GREEDY, SAMPLED)[number % 2])
+            number += 1
+        driver.engine.step()
+        if step in (2000, 4999):
+            seen.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
+    assert seen[0] == seen[1]
+
+
+def test_long_random_run_gives_each_request_what_it_gets_alone() -> None:
+    """20,000 steps in float32 at depth 2, with arrivals, aborts and preemptions; depth 1 gives the same by the margin rule."""
+    rng = random.Random(5)
+    kinds = [(P(rng.randint(1, 60), salt), rng.choice((GREEDY, GREEDY, SAMPLED, FILTERED))) for salt in range(24)]
+    drivers = {depth: start("float32", depth=depth, rows=12, pages=40, tokens=48) for depth in (2, 1)}
+    wanted: dict[str, int] = {}
+    for depth, steps in ((2, 20_000), (1, 2_000)):
+        driver, number = drivers[depth], 0
+        engine = driver.engine
+        for _ in range(steps):
+            if len(engine.requests) < 14 and rng.random() < 0.5:
+                kind, name = rng.randrange(len(kinds)), f"{depth}-{number}"
+                driver.add(name, *kinds[kind])
+                wanted[name], number = kind, number + 1
+            if engine.requests and rng.random() < 0.01:
+                engine.abort(rng.choice(list(engine.requests)))
+            driver.receive(engine.step())
+        driver.finish()
+        EngineProbe(driver).assert_clean()
+    assert drivers[2].engine.scheduler.stats.preemptions > 20
+    full = {kind: list(ref(dense(), *kinds[kind]).token_ids) for kind in set(wanted.values())}
+    aborted = 0
+    for name, kind in wanted.items():
+        result = drivers[int(name[0])].result(name)
+        ids, (prompt, params) = list(result.token_ids), kinds[kind]
+        aborted += result.finish_reason == "abort"
+        assert result.finish_reason == "abort" or len(ids) == len(full[kind])
+        assert_tokens(dense(), prompt, ids, full[kind][: len(ids)], greedy=params is GREEDY)
+    assert aborted > 20
