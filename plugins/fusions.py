@@ -136,7 +136,10 @@ def gather_step(ops: Ops) -> Function:
 
 
 def finish_step(ops: Ops) -> Function:
-    """`finish_step(ring, counter, generations, rows, ...) -> finish`: `update_state`, whose arguments follow, then `write_record`."""
+    """`finish_step(ring, counter, generations, rows, ...) -> finish`: `update_state`, whose arguments follow, then `write_record`.
+
+    num_tokens may be None: all of a row's tokens, for a sampler without drafts, which then need not say so.
+    """
 
     def chain(
         ring: torch.Tensor,
@@ -146,10 +149,12 @@ def finish_step(ops: Ops) -> Function:
         query_len: torch.Tensor,
         samples: torch.Tensor,
         tokens: torch.Tensor,
-        num_tokens: torch.Tensor,
+        num_tokens: torch.Tensor | None,
         ok: torch.Tensor,
         *columns: torch.Tensor,
     ) -> torch.Tensor:
+        if num_tokens is None:
+            num_tokens = rows.new_full((tokens.shape[0],), tokens.shape[1])
         finish: torch.Tensor = ops.update_state(rows, query_len, samples, tokens, num_tokens, ok, *columns)
         ops.write_record(ring, counter, rows, generations, num_tokens, finish, tokens)
         return finish

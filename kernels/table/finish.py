@@ -113,7 +113,9 @@ def finish_kernel(
     query_len = tl.load(query_len_ptr + i, mask=live, other=0)
     samples = tl.load(samples_ptr + i, mask=live, other=0) != 0
     ok = tl.load(ok_ptr + i, mask=live, other=0) != 0
-    num_tokens = tl.load(num_tokens_ptr + i, mask=live, other=0)
+    num_tokens = tl.full([BLOCK], K1, tl.int32)
+    if num_tokens_ptr is not None:
+        num_tokens = tl.load(num_tokens_ptr + i, mask=live, other=0)
     tokens = tl.load(tokens_ptr + i[:, None].to(tl.int64) * token_stride + step, mask=live[:, None] & (step < K1), other=0)
     if ring_ptr is not None:
         entry = arrive(counter_ptr, E)
@@ -123,7 +125,8 @@ def finish_kernel(
         token_ids_ptr, computed_ptr, known_ptr, finished_ptr, limit_ptr, num_accepted_ptr, seat_ptr, stop_ids_ptr,
         row, length, S, WIDTH, STOPS,
     )  # fmt: skip
-    tl.store(num_tokens_ptr + i, num_tokens, mask=live)
+    if num_tokens_ptr is not None:
+        tl.store(num_tokens_ptr + i, num_tokens, mask=live)
     tl.store(finish_ptr + i, finish, mask=live)
     if ring_ptr is not None:
         record_rows(i, live, row, generation, tokens, num_tokens, finish, ring_ptr, entry, entry_stride, row_stride, K1, WIDTH)
@@ -159,7 +162,7 @@ def finish_step(
     query_len: torch.Tensor,
     samples: torch.Tensor,
     tokens: torch.Tensor,
-    num_tokens: torch.Tensor,
+    num_tokens: torch.Tensor | None,
     ok: torch.Tensor,
     token_ids: torch.Tensor,
     computed: torch.Tensor,
@@ -170,12 +173,15 @@ def finish_step(
     stop_seat: torch.Tensor,
     stop_ids: torch.Tensor,
 ) -> torch.Tensor:
-    """`update_state` and `write_record` in one launch, with their arguments. Returns finish [N] int32. ring None: no record."""
+    """`update_state` and `write_record` in one launch, with their arguments. Returns finish [N] int32.
+
+    num_tokens None: all of a row's tokens, which is what is sampled without drafts. ring None: no record.
+    """
     n, k1 = tokens.shape
     stops, width = triton.next_power_of_2(stop_ids.shape[1]), triton.next_power_of_2(k1)
     block = min(max(TILE // (stops * width), 1), MAX_ROWS)
     tokens = _rows_of(tokens)
-    finish = torch.empty_like(num_tokens)
+    finish = torch.empty_like(rows)
     entries, entry_stride, row_stride = (0, 0, 0) if ring is None else (ring.shape[0], ring.stride(0), ring.stride(1))
     finish_kernel[(triton.cdiv(n, block),)](
         rows, query_len, samples, tokens, num_tokens, ok,

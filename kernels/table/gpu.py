@@ -35,6 +35,7 @@ BUILDS = [
     Build(patch_kernel, TYPES, {"BLOCK": BLOCK}),
     _finish(1, 64, 16),
     _finish(1, 16, 32),
+    _finish(1, 64, 16, num_tokens_ptr=None),
     _finish(5, 64, 2),
     _finish(1, 4096, 1, num_warps=4),
     _finish(1, 64, 16, **NO_RECORD),

@@ -111,6 +111,19 @@ def test_finish_step(n: int, stop_width: int, draft: int, rng: np.random.Generat
     assert n < 100 or seen == set(Finish), "the case shows every way to finish"
 
 
+@pytest.mark.parametrize("draft", [0, 4])
+def test_all_tokens_when_none_are_counted(draft: int, rng: np.random.Generator) -> None:
+    arguments, columns = step(rng, 40, draft, 3)
+    counts = torch.full_like(arguments["num_tokens"], 1 + draft)
+    want = finish(OVERRIDES["finish_step"], arguments | {"num_tokens": counts}, columns, 2, 5)
+    for function in (OVERRIDES["finish_step"], REFERENCES["finish_step"]):
+        ring, counter = torch.full_like(want[1], -7), torch.full_like(want[2], 5)
+        own = {name: value.clone() for name, value in columns.items()}
+        generations = torch.arange(40, dtype=torch.int32, device=DEVICE)
+        codes = function(ring, counter, generations, *(arguments | {"num_tokens": None}).values(), *own.values())
+        close((codes, ring, counter, own), (*want[:3], want[4]), "update_state")
+
+
 def test_strided_tokens(rng: np.random.Generator) -> None:
     """Tokens that are a view of something wider, and such as lie by columns."""
     arguments, columns = step(rng, 9, 2, 4)
