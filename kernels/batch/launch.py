@@ -12,7 +12,7 @@ from modelrunner.kernels.batch.gather import block_table_kernel, rows_kernel, sl
 from modelrunner.kernels.pdl import pdl
 
 BLOCK = 128  # rows, tokens
-PAGES = 512  # of a program, at a time
+PAGES = 1024  # of a program, at a time
 
 
 def gather_rows(
