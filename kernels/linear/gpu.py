@@ -49,7 +49,7 @@ def builds(kind: str, rows: int, outputs: int, inner: int, dtype: str = "bf16") 
         constants = {"T": rows, "K": inner, "BN": tiles.bn, "BK": tiles.bk, "ACT": act, "PDL": True}
         return [Build(gemv_kernel, signature, none | constants, tiles.warps, divisible=_DIVISIBLE)]
     common = {"K": inner, "ACT": act, "PDL": True}
-    constants = {"BT": tiles.bt, "BN": tiles.bn, "BK": tiles.bk, "WARM": tiles.warm}
+    constants = {"BT": tiles.bt, "BN": tiles.bn, "BK": tiles.bk, "HOLD": tiles.stages == 1, "WARM": tiles.warm}
     if tiles.slices > 1:
         constants["SLICES"] = tiles.slices
         return [Build(slice_kernel, signature, none | common | constants, tiles.warps, tiles.stages, divisible=_DIVISIBLE)]

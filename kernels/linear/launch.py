@@ -63,7 +63,7 @@ def _run_tiles(tiles: Tiles, x: torch.Tensor, weight: torch.Tensor, extras: Extr
     strides = (x.stride(0), 0 if residual is None else residual.stride(0))
     before, after = (x, norm, weight, extras.scale, residual, out), (rows, outputs, *strides, extras.eps)
     options = {"K": inner, "ACT": act, "num_warps": tiles.warps, "num_stages": tiles.stages, **dependent}
-    options |= {"BT": tiles.bt, "BN": tiles.bn, "BK": tiles.bk, "WARM": tiles.warm and dependent["PDL"]}
+    options |= {"BT": tiles.bt, "BN": tiles.bn, "BK": tiles.bk, "HOLD": tiles.stages == 1, "WARM": tiles.warm and dependent["PDL"]}
     grid = (triton.cdiv(outputs, tiles.bn), split, triton.cdiv(rows, tiles.bt))
     if tiles.slices > 1:
         slice_kernel[grid](*before, *after, SLICES=tiles.slices, **options)

@@ -24,7 +24,8 @@ class Tiles:
     """Tiles of `tile_kernel`: bn outputs and bt rows a program, K in steps of bk and in `split` parts for as many programs; or, with
     `slices`, of `slice_kernel`: K in as many slices for the warps of a program.
 
-    fused_norm: False gives the norm a launch of its own. warm: fetch weights into the L2 cache while waiting for the input.
+    stages: of the pipeline that brings weights and x; 1: all weights of a program are in shared memory before its input is there.
+    fused_norm: False gives the norm a launch of its own. warm: otherwise, fetch weights into the L2 cache while waiting for the input.
     """
 
     bt: int
@@ -66,11 +67,11 @@ def _gemv(inner: int, gated: bool) -> Gemv | None:
 def _tiles(rows: int, outputs: int, inner: int, gated: bool, fused_norm: bool) -> Tiles:
     bt = max(16, 1 << (rows - 1).bit_length())
     parts = 2 if gated else 1
-    if outputs >= 128 * PROGRAMS:
+    if outputs * inner * parts >= 2**26:  # much more than the GPU's multiprocessors hold
         return Tiles(bt, 128 // parts, 64, 1, 4, 4, fused_norm)
-    if bt == 16 and outputs >= 16 * PROGRAMS:
-        return Tiles(bt, 16, 256, 1, 4, 3 if gated else 4, fused_norm)
+    if bt == 16 and 1024 <= inner <= 4096:
+        return Tiles(bt, 16 if outputs >= 16 * PROGRAMS else 8, 128, 1, 8, 1, fused_norm, slices=8)
     split = 1
-    while split < 8 and outputs // 64 * split < PROGRAMS and inner // (2 * split) >= 256:
+    while split < 8 and (inner > 512 * split or outputs // 64 * split < PROGRAMS) and inner >= 256 * split:
         split *= 2
-    return Tiles(bt, 64, 128 // parts, split, 4, 4, fused_norm)
+    return Tiles(bt, 64, 128, split, 4, 1 if inner <= 512 * split else 3, fused_norm)

@@ -64,15 +64,42 @@ def _finish(total, up, scale_ptr, residual_ptr, out_ptr, n, t, T, N, residual_st
     tl.store(out_ptr + wide_t * N + n[:, None], total.to(dtype), mask=inside)
 
 
+@triton.jit
+def _weights(w_ptr, w_row, up_row, column, K: tl.constexpr, EVEN: tl.constexpr, ACT: tl.constexpr):
+    """Tiles of weights at `column`: of the product, or of gate and up."""
+    w = _chunk(w_ptr, w_row, column, K, EVEN)
+    if ACT != 0:
+        return w, _chunk(w_ptr, up_row, column, K, EVEN)
+    else:
+        return w, w
+
+
+@triton.jit
+def _step(weights, x_ptr, norm_ptr, x_row, column, sums, K: tl.constexpr, EVEN: tl.constexpr, ACT: tl.constexpr):
+    """The sums (total, up, squares) with one more step of K: [.., BN, BK] weights times [.., BT, BK] of x."""
+    total, up, squares = sums
+    x = _chunk(x_ptr, x_row, column, K, EVEN)
+    if norm_ptr is not None:
+        wide = x.to(tl.float32)
+        squares += wide * wide
+        x = (wide * _chunk(norm_ptr, x_row * 0, column, K, EVEN).to(tl.float32)).to(x.dtype)
+    x = tl.permute(x, (0, 2, 1)) if len(x.shape) == 3 else tl.trans(x)
+    total = tl.dot(weights[0].to(x.dtype), x, total, input_precision="ieee")
+    if ACT != 0:
+        up = tl.dot(weights[1].to(x.dtype), x, up, input_precision="ieee")
+    return total, up, squares
+
+
 @triton.jit(do_not_specialize=["T"])
 def tile_kernel(
     x_ptr, norm_ptr, w_ptr, scale_ptr, residual_ptr, out_ptr, part_ptr, T, N, x_stride, residual_stride, eps,
     K: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, ACT: tl.constexpr,
-    WARM: tl.constexpr, PDL: tl.constexpr,
+    HOLD: tl.constexpr, WARM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """As `gemv_kernel`, for T rows. Program (n, s, t): BN outputs, part s of K, BT rows.
 
-    part_ptr: None, or float32 [SPLIT, T, N or 2N], which gets plain sums instead of out; `sum_kernel` does the rest.
+    part_ptr: None, or float32 [SPLIT, T, N or 2N], which gets plain sums instead of out; `sum_kernel` does the rest. HOLD: all weights of a
+    program are in shared memory before the input is there.
     """
     if PDL:
         gdc_launch_dependents()
@@ -81,29 +108,29 @@ def tile_kernel(
     split = tl.program_id(1)
     start = split * (STEPS * BK)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
-    row = tl.minimum(n, N - 1).to(tl.int64)
     t = tl.program_id(2) * BT + tl.arange(0, BT)
-    if WARM:
+    w_row = (tl.minimum(n, N - 1).to(tl.int64) * K)[:, None]
+    up_row = w_row + N.to(tl.int64) * K
+    first = (start + tl.arange(0, BK))[None, :]
+    held = ()
+    if HOLD:
+        for i in tl.static_range(STEPS):
+            held = held + (_weights(w_ptr, w_row, up_row, first + i * BK, K, EVEN, ACT),)  # noqa: RUF005 - no unpacking in kernels
+    elif WARM:
         _prefetch_rows(w_ptr, start, N, K, BN, STEPS * BK, ACT)
     if PDL:
         gdc_wait()
     x_row = (tl.minimum(t, T - 1).to(tl.int64) * x_stride)[:, None]
-    total = tl.zeros([BN, BT], tl.float32)
-    up = tl.zeros([BN, BT], tl.float32)
-    squares = tl.zeros([BT, BK], tl.float32)
-    for i in tl.range(STEPS):
-        column = (start + i * BK + tl.arange(0, BK))[None, :]
-        w = _chunk(w_ptr, (row * K)[:, None], column, K, EVEN)
-        x = _chunk(x_ptr, x_row, column, K, EVEN)
-        if norm_ptr is not None:
-            wide = x.to(tl.float32)
-            squares += wide * wide
-            x = (wide * _chunk(norm_ptr, x_row * 0, column, K, EVEN).to(tl.float32)).to(x.dtype)
-        x = tl.trans(x)
-        total = tl.dot(w.to(x.dtype), x, total, input_precision="ieee")
-        if ACT != 0:
-            w = _chunk(w_ptr, ((row + N) * K)[:, None], column, K, EVEN)
-            up = tl.dot(w.to(x.dtype), x, up, input_precision="ieee")
+    zeros = tl.zeros([BN, BT], tl.float32)
+    sums = (zeros, zeros, tl.zeros([BT, BK], tl.float32))
+    if HOLD:
+        for i in tl.static_range(STEPS):
+            sums = _step(held[i], x_ptr, norm_ptr, x_row, first + i * BK, sums, K, EVEN, ACT)
+    else:
+        for i in tl.range(STEPS):
+            column = first + i * BK
+            sums = _step(_weights(w_ptr, w_row, up_row, column, K, EVEN, ACT), x_ptr, norm_ptr, x_row, column, sums, K, EVEN, ACT)
+    total, up, squares = sums
     if part_ptr is not None:
         WIDTH = N * (2 if ACT != 0 else 1)
         inside = (n < N)[:, None] & (t < T)[None, :]
@@ -123,45 +150,44 @@ def tile_kernel(
 def slice_kernel(
     x_ptr, norm_ptr, w_ptr, scale_ptr, residual_ptr, out_ptr, T, N, x_stride, residual_stride, eps,
     K: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SLICES: tl.constexpr, ACT: tl.constexpr,
-    WARM: tl.constexpr, PDL: tl.constexpr,
+    HOLD: tl.constexpr, WARM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """As `gemv_kernel`, for T rows. Program (n, 0, t): BN outputs, BT rows; each of SLICES warps takes a slice of K, in steps of BK."""
+    """As `tile_kernel` without parts. Program (n, 0, t): BN outputs, BT rows; each of SLICES warps takes a slice of K, in steps of BK."""
     if PDL:
         gdc_launch_dependents()
     STEPS: tl.constexpr = (K + BK * SLICES - 1) // (BK * SLICES)
     EVEN: tl.constexpr = K % (BK * SLICES) == 0
     n = tl.program_id(0) * BN + tl.arange(0, BN)
-    row = tl.minimum(n, N - 1).to(tl.int64)
     t = tl.program_id(2) * BT + tl.arange(0, BT)
-    begin = tl.arange(0, SLICES)[:, None, None] * (STEPS * BK)
-    if WARM:
+    w_row = (tl.minimum(n, N - 1).to(tl.int64) * K)[None, :, None]
+    up_row = w_row + N.to(tl.int64) * K
+    first = tl.arange(0, SLICES)[:, None, None] * (STEPS * BK) + tl.arange(0, BK)[None, None, :]
+    held = ()
+    if HOLD:
+        for i in tl.static_range(STEPS):
+            held = held + (_weights(w_ptr, w_row, up_row, first + i * BK, K, EVEN, ACT),)  # noqa: RUF005
+    elif WARM:
         _prefetch_rows(w_ptr, 0, N, K, BN, K, ACT)
     if PDL:
         gdc_wait()
     x_row = (tl.minimum(t, T - 1).to(tl.int64) * x_stride)[None, :, None]
-    total = tl.zeros([SLICES, BN, BT], tl.float32)
-    up = tl.zeros([SLICES, BN, BT], tl.float32)
-    squares = tl.zeros([SLICES, BT, BK], tl.float32)
-    for i in tl.range(STEPS):
-        column = begin + (i * BK + tl.arange(0, BK))[None, None, :]
-        w = _chunk(w_ptr, (row * K)[None, :, None], column, K, EVEN)
-        x = _chunk(x_ptr, x_row, column, K, EVEN)
-        if norm_ptr is not None:
-            wide = x.to(tl.float32)
-            squares += wide * wide
-            x = (wide * _chunk(norm_ptr, x_row * 0, column, K, EVEN).to(tl.float32)).to(x.dtype)
-        x = tl.permute(x, (0, 2, 1))
-        total = tl.dot(w.to(x.dtype), x, total, input_precision="ieee")
-        if ACT != 0:
-            w = _chunk(w_ptr, ((row + N) * K)[None, :, None], column, K, EVEN)
-            up = tl.dot(w.to(x.dtype), x, up, input_precision="ieee")
-    whole = tl.sum(total, 0)
-    whole_up = tl.sum(up, 0)
+    zeros = tl.zeros([SLICES, BN, BT], tl.float32)
+    sums = (zeros, zeros, tl.zeros([SLICES, BT, BK], tl.float32))
+    if HOLD:
+        for i in tl.static_range(STEPS):
+            sums = _step(held[i], x_ptr, norm_ptr, x_row, first + i * BK, sums, K, EVEN, ACT)
+    else:
+        for i in tl.range(STEPS):
+            column = first + i * BK
+            sums = _step(_weights(w_ptr, w_row, up_row, column, K, EVEN, ACT), x_ptr, norm_ptr, x_row, column, sums, K, EVEN, ACT)
+    total, up, squares = sums
+    total = tl.sum(total, 0)
+    up = tl.sum(up, 0)
     if norm_ptr is not None:
         rstd = tl.rsqrt(tl.sum(tl.sum(squares, 2), 0) / K + eps)[None, :]
-        whole *= rstd
-        whole_up *= rstd
-    _finish(whole, whole_up, scale_ptr, residual_ptr, out_ptr, n, t, T, N, residual_stride, ACT)
+        total *= rstd
+        up *= rstd
+    _finish(total, up, scale_ptr, residual_ptr, out_ptr, n, t, T, N, residual_stride, ACT)
 
 
 @triton.jit(do_not_specialize=["T"])

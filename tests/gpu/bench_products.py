@@ -83,42 +83,47 @@ MODELS = {
 }
 # bn, bk, warps
 GEMVS = [(bn, bk, warps) for bk, warps in ((256, 1), (512, 2), (1024, 4), (2048, 8)) for bn in (1, 2, 4, 8)]
-# bn, bk, split, warps, stages
+# bn, bk, split, warps, stages (1: all weights held)
 TILES = [
-    (16, 256, 1, 4, 4), (16, 256, 1, 2, 4), (16, 128, 1, 4, 6), (16, 512, 1, 4, 2), (16, 256, 2, 4, 4),
-    (32, 128, 1, 4, 5), (32, 256, 1, 4, 3), (32, 128, 2, 4, 5), (32, 128, 4, 4, 4),
-    (64, 128, 1, 4, 4), (64, 64, 1, 4, 6), (64, 128, 2, 4, 4), (64, 128, 4, 4, 4), (64, 128, 8, 4, 3), (64, 64, 8, 4, 4),
-    (128, 64, 1, 4, 4), (128, 64, 1, 8, 5), (128, 128, 1, 8, 3), (128, 64, 2, 8, 4), (128, 64, 4, 8, 4), (128, 64, 8, 8, 4),
+    (16, 256, 1, 4, 4), (16, 128, 1, 4, 1),
+    (32, 128, 1, 4, 4), (32, 128, 1, 4, 1), (32, 128, 2, 4, 4), (32, 128, 2, 4, 1), (32, 128, 4, 4, 1),
+    (64, 128, 1, 4, 4), (64, 64, 1, 4, 6), (64, 128, 1, 4, 1), (64, 128, 2, 4, 4), (64, 128, 2, 4, 1), (64, 128, 4, 4, 1),
+    (64, 64, 4, 4, 1), (64, 128, 4, 4, 3), (64, 128, 8, 4, 1), (64, 64, 8, 4, 1), (64, 128, 8, 4, 3),
+    (128, 64, 1, 4, 4), (128, 64, 1, 8, 5), (128, 128, 1, 8, 3), (128, 64, 4, 8, 3), (128, 64, 4, 8, 1), (128, 128, 8, 8, 1),
 ]  # fmt: skip
-
-
 # bn, bk, slices, stages
 SLICES = [
-    (8, 128, 4, 4), (8, 64, 8, 4), (8, 128, 8, 3), (16, 64, 4, 4), (16, 128, 4, 3),
-    (16, 64, 8, 3), (16, 64, 8, 4), (16, 128, 8, 2), (32, 64, 4, 4), (32, 64, 8, 3),
+    (8, 128, 8, 1), (8, 64, 8, 1), (16, 128, 8, 1), (16, 64, 8, 1), (32, 128, 8, 1), (8, 128, 4, 1), (16, 128, 4, 1), (8, 256, 4, 1),
+    (8, 256, 8, 1), (8, 128, 4, 4), (8, 128, 8, 3), (16, 128, 4, 3), (16, 64, 8, 4), (32, 64, 8, 3),
 ]  # fmt: skip
+
+
+def fits(config: Tiles, product: Product, rows: int) -> bool:
+    """In shared memory and registers, with enough programs."""
+    parts, norm = (2 if product.kind == "gated" else 1), product.kind in ("norm", "gated")
+    length = product.inner // config.split
+    programs = product.outputs // config.bn * config.split * -(-rows // config.bt)
+    if length % (config.bk * config.slices) or not 60 <= programs <= (3000 if product.name == "head" else 1024):
+        return False
+    if config.stages == 1:
+        held = 2 * config.bn * parts * length
+        return length // (config.bk * config.slices) <= 8 and held <= 320 * 32 * config.warps and held <= 132_000
+    return 2 * config.stages * config.bk * config.slices * (config.bn * parts + config.bt * (1 + norm)) <= 225_000
 
 
 def candidates(product: Product, rows: int) -> Iterator[Gemv | Tiles]:
-    """Configurations worth a try: enough programs, and weights that fit into registers or shared memory."""
+    """Configurations worth a try."""
     parts = 2 if product.kind == "gated" else 1
     if rows <= 8:
         for bn, bk, warps in GEMVS:
             registers = parts * bn * product.inner / (warps * 64)
             if bk <= max(256, product.inner) and 8 <= registers <= (128 if rows <= 2 else 64) and product.outputs // bn >= 128:
                 yield Gemv(bn, bk, warps)
-    if rows >= 4:
+    if rows >= 2:
         bt = min(64, max(16, 1 << (rows - 1).bit_length()))
-        for bn, bk, split, warps, stages in TILES:
-            programs = product.outputs // bn * split * -(-rows // bt)
-            shared = stages * bk * 2 * (bn * parts + bt * (2 if product.kind in ("norm", "gated") else 1))
-            if 44 <= programs <= (3000 if product.name == "head" else 1024) and shared <= 225_000 and product.inner // split >= bk:
-                yield Tiles(bt, bn, bk, split, warps, stages)
-        for bn, bk, slices, stages in SLICES:
-            programs = product.outputs // bn * -(-rows // bt)
-            shared = stages * slices * bk * 2 * (bn * parts + bt * (2 if product.kind in ("norm", "gated") else 1))
-            if bt <= 32 and 60 <= programs <= 1024 and shared <= 225_000 and product.inner >= bk * slices:
-                yield Tiles(bt, bn, bk, 1, slices, stages, slices=slices)
+        tiles = [Tiles(bt, bn, bk, split, warps, stages) for bn, bk, split, warps, stages in TILES]
+        tiles += [Tiles(bt, bn, bk, 1, slices, stages, slices=slices) for bn, bk, slices, stages in SLICES if bt <= 32]
+        yield from (config for config in tiles if fits(config, product, rows))
 
 
 def variants(config: Gemv | Tiles, product: Product) -> list[Gemv | Tiles]:
@@ -126,7 +131,7 @@ def variants(config: Gemv | Tiles, product: Product) -> list[Gemv | Tiles]:
     if isinstance(config, Gemv):
         return []
     apart = [replace(config, fused_norm=False)] if product.kind in ("norm", "gated") else []
-    return [*apart, replace(config, warm=False)]
+    return [*apart, *([replace(config, warm=False)] if config.stages > 1 else [])]
 
 
 def default(product: Product, rows: int) -> Config:
@@ -324,9 +329,15 @@ def sweep(bench: Bench, many: list[int], full: bool, processes: int) -> list[dic
     }
     for _ in range(2 if full else 1):
         begun = time.time()
-        jobs = {(name, product, rows, c): None for (rows, product), configs in more.items() for c in configs if c is not None}
+        # A tile kernel is compiled once for all numbers of rows, a GEMV for each.
+        jobs = {
+            (product, c, rows if isinstance(c, Gemv) else 0): (name, product, rows, c)
+            for (rows, product), configs in more.items()
+            for c in configs
+            if c is not None
+        }
         if not DRY:
-            compile_all(list(jobs), processes)
+            compile_all(list(jobs.values()), processes)
         print(f"{name}: {len(jobs)} jobs compiled in {time.time() - begun:.0f} s", flush=True)
         for rows in many:
             for p in products:

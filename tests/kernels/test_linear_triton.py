@@ -25,10 +25,10 @@ FUSED = Tolerance({torch.float32: (2e-5, 2e-5), torch.float16: (4e-3, 4e-3), tor
 GEMVS = [Gemv(4, 64, 1), Gemv(2, 256, 4), Gemv(16, 128, 2)]
 TILES = [
     Tiles(16, 32, 64, 4, 4, 2),
-    Tiles(32, 64, 32, 2, 4, 3, fused_norm=False),
+    Tiles(32, 64, 32, 2, 4, 1, fused_norm=False),
     Tiles(64, 64, 64, 1, 4, 3),
     Tiles(16, 16, 64, 1, 4, 3, slices=4),
-    Tiles(32, 8, 32, 1, 8, 3, slices=8),
+    Tiles(32, 8, 32, 1, 8, 1, slices=8),
 ]
 
 
