@@ -27,7 +27,7 @@ DRAWN = ("rows", "temperature", "top_p", "min_p", "seed", "position", "more", "c
 def _build(kernel: Any, dtype: str, absent: tuple[str, ...] = (), warps: int = 4, **constants: Any) -> Build:
     """absent: arguments that are None."""
     missing = {name: None for name in absent if name in kernel.arg_names}
-    return Build(kernel, {"logits": dtype, **TYPES}, {**missing, **constants}, num_warps=warps, divisible=("stride", "vocab"))
+    return Build(kernel, {"logits": dtype, **TYPES}, {**missing, **constants, "PDL": True}, num_warps=warps, divisible=("stride", "vocab"))
 
 
 def _settle_build(dtype: str, absent: tuple[str, ...], noise: bool = True) -> Build:
@@ -36,13 +36,13 @@ def _settle_build(dtype: str, absent: tuple[str, ...], noise: bool = True) -> Bu
     return _build(_settle, dtype, absent, warps, CHUNK=CHUNK, PLACES=256, **short, NOISE=noise)
 
 
-def _scan_build(dtype: str, absent: tuple[str, ...], steps: int, noise: bool = True) -> Build:
-    return _build(_scan, dtype, absent, CHUNK=CHUNK, GROUP=GROUP, STEPS=steps, NOISE=noise)
+def _scan_build(dtype: str, absent: tuple[str, ...], tile: int, steps: int, noise: bool = True) -> Build:
+    return _build(_scan, dtype, absent, CHUNK=CHUNK, GROUP=GROUP, TILE=tile, STEPS=steps, NOISE=noise)
 
 
 BUILDS: list[Build] = [
-    *(_scan_build(dtype, FILTERED + DRAWN, steps, False) for dtype in ("*bf16", "*fp32") for steps in (1, 8)),
-    *(_scan_build(dtype, absent, steps) for dtype in ("*bf16", "*fp32") for absent in (FILTERED, ()) for steps in (1, 8)),
+    *(_scan_build(dtype, FILTERED + DRAWN, *shape, False) for dtype in ("*bf16", "*fp32") for shape in ((1, 1), (2, 8))),
+    *(_scan_build(dtype, absent, *shape) for dtype in ("*bf16", "*fp32") for absent in (FILTERED, ()) for shape in ((1, 1), (2, 8))),
     _settle_build("*bf16", FILTERED + DRAWN, False),
     _settle_build("*bf16", (*FILTERED, "top_p", "min_p", "state")),
     *(_settle_build(dtype, ()) for dtype in ("*bf16", "*fp16", "*fp32")),

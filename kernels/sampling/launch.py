@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 
+from modelrunner.kernels.pdl import pdl
 from modelrunner.kernels.sampling import reference
 from modelrunner.kernels.sampling.scan import CHUNK, GROUP, Columns, Scan, scan
 from modelrunner.kernels.sampling.settle import _confirm, _settle, _weigh
@@ -19,7 +20,7 @@ Result = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 def places_of(count: int) -> int:
     """A power of two for `count` elements; the interpreter wants more than one."""
-    return max(16, triton.next_power_of_2(count))
+    return max(16, int(triton.next_power_of_2(count)))
 
 
 def _run(logits: torch.Tensor, columns: Columns | None, samples: torch.Tensor | None) -> Result:
@@ -65,15 +66,15 @@ def _launch_settle(
     )
     scanned = (found.peaks, found.times, found.group_peaks, scratch, chunks)
     warps = 4 if scratch is None else 8
-    _settle[(n,)](logits, logits.stride(0), vocab, *inputs, samples, *scanned, *out, *constants, num_warps=warps)
+    _settle[(n,)](logits, logits.stride(0), vocab, *inputs, samples, *scanned, *out, *constants, num_warps=warps, **pdl(logits))
 
 
 def parts_of(n: int, chunks: int) -> tuple[int, int]:
     """How many programs weigh a row, and how many chunks each takes."""
-    steps = 4
-    while steps < 32 and n * chunks >= 2048 * steps:
+    steps = 1
+    while steps < 32 and n * chunks >= 4096 * steps:
         steps *= 2
-    return triton.cdiv(chunks, steps), steps
+    return -(-chunks // steps), steps
 
 
 def _top_p(logits: torch.Tensor, columns: Columns, found: Scan, tokens: torch.Tensor, state: torch.Tensor) -> None:
@@ -82,10 +83,10 @@ def _top_p(logits: torch.Tensor, columns: Columns, found: Scan, tokens: torch.Te
     parts, steps = parts_of(n, chunks)
     sums = torch.empty(n, parts, 2, dtype=torch.int64, device=logits.device)
     head = (logits, logits.stride(0), vocab, columns.rows, columns.temperature)
-    _weigh[(n * parts,)](*head, found.peaks, chunks, tokens, state, sums, parts, CHUNK, steps)
+    _weigh[(n * parts,)](*head, found.peaks, chunks, tokens, state, sums, parts, CHUNK, steps, **pdl(logits))
     scanned = (found.peaks, found.times, chunks)
     constants = (CHUNK, places_of(chunks), places_of(parts))
-    _confirm[(n,)](*head, columns.top_p, *columns.draw, *scanned, tokens, state, sums, parts, *constants)
+    _confirm[(n,)](*head, columns.top_p, *columns.draw, *scanned, tokens, state, sums, parts, *constants, **pdl(logits))
 
 
 def greedy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

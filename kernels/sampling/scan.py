@@ -1,27 +1,31 @@
 """The one pass over all logits: the peak of every chunk of the vocabulary and, for rows that draw, how far its best noisy token can get.
 
 The draw is a race: with u uniform, -log(u) * exp(distance) is the arrival time of a token, and the earliest wins; its negative logarithm is
-noise - distance. The times here come from fast approximations. They serve as bounds alone: `settle.py` looks at the promising chunks
-again, with the reference's own rounding.
+noise - distance. The times here are lower bounds, exact where a token comes early: `settle.py` looks at the promising chunks again, with
+the reference's own rounding.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from modelrunner.kernels.sampling.noise import INTERPRETED, random_words, uniform
-from modelrunner.kernels.sampling.philox import PURPOSE_SAMPLE
+from modelrunner.kernels.pdl import pdl
+from modelrunner.kernels.sampling import philox
+from modelrunner.kernels.sampling.noise import INTERPRETED, UNIFORM_BITS, random_words
 from modelrunner.kernels.sampling.reference import GREEDY_TEMPERATURE
 
 CHUNK = 1024
 GROUP = 128
 SHORT_K = tl.constexpr(512)
 GREEDY_LIMIT = tl.constexpr(GREEDY_TEMPERATURE)
-PURPOSE = tl.constexpr(PURPOSE_SAMPLE)
+PURPOSE = tl.constexpr(philox.PURPOSE_SAMPLE)
+UNIFORM_MAX = tl.constexpr(philox.UNIFORM_MAX)
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
 INF = tl.constexpr(float("inf"))
@@ -33,12 +37,12 @@ def _larger(a, b):
 
 
 @triton.jit
-def peak_of(x):
-    """The largest of x, or NaN if there is any."""
+def peak_of(x, AXIS: tl.constexpr):
+    """The largest of x along an axis, or NaN if there is any."""
     if INTERPRETED:  # which takes other reductions than its own one element at a time
-        return tl.where(tl.max((x != x).to(tl.int32), 0) > 0, float("nan"), tl.max(x, 0))
+        return tl.where(tl.max((x != x).to(tl.int32), AXIS) > 0, float("nan"), tl.max(x, AXIS))
     else:
-        return tl.reduce(x, 0, _larger)
+        return tl.reduce(x, AXIS, _larger)
 
 
 @triton.jit
@@ -66,14 +70,6 @@ def draw_key(row, line, seed, position, more, choice):
 
 
 @triton.jit
-def _fast_log2(x):
-    if INTERPRETED:
-        return tl.log2(x)
-    else:
-        return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
-
-
-@triton.jit
 def _fast_exp2(x):
     if INTERPRETED:
         return tl.exp2(x)
@@ -83,12 +79,12 @@ def _fast_exp2(x):
 
 @triton.jit
 def _times(x, peak, scale, words):
-    """Arrival times relative to the peak's distance, to within 1e-5 of themselves; inf for a token that cannot win."""
-    u = uniform(words)
-    rest = 1.0 - u
-    near_one = rest * (1.0 + rest * (0.5 + rest * (1.0 / 3.0 + rest * 0.25)))
-    wait = tl.where(rest < 0.0625, near_one, _fast_log2(u) * -LN2)
-    return wait * _fast_exp2((peak - x) * scale)
+    """What arrival times are at least, but for 1e-5 of themselves, relative to the peak's distance; inf for a token that cannot win.
+
+    With r = 1 - u, -log(u) is r + r^2 / 2 + r^3 / 3 + ...: few terms do, as early arrivals have small r.
+    """
+    rest = ((words >> (32 - UNIFORM_BITS)) ^ 0x3FFFFFFF).to(tl.float32, bitcast=True) - UNIFORM_MAX
+    return rest * (1.0 + rest * (0.5 + rest * (1.0 / 3.0))) * _fast_exp2((peak - x) * scale)
 
 
 @triton.jit
@@ -110,10 +106,18 @@ def _scan(
     segments,
     CHUNK: tl.constexpr,
     GROUP: tl.constexpr,
+    TILE: tl.constexpr,
     STEPS: tl.constexpr,
     NOISE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """A program takes STEPS chunks of a row. peaks, times: [n, chunks]; group_peaks: [n, chunks * CHUNK / GROUP], only with top_k."""
+    """A program takes STEPS times TILE chunks of a row.
+
+    peaks, times: [n, chunks]; group_peaks: [n, chunks * CHUNK / GROUP], only with top_k.
+    """
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     row, segment = (tl.program_id(0) // segments).to(tl.int64), tl.program_id(0) % segments
     if NOISE:
         line = row if rows is None else tl.load(rows + row).to(tl.int64)
@@ -124,28 +128,32 @@ def _scan(
         scale = LOG2E / heat
         key, where, which = draw_key(row, line, seed, position, more, choice)
     for step in range(STEPS):
-        chunk = segment * STEPS + step
-        ids = chunk * CHUNK + tl.arange(0, CHUNK)
-        x = tl.load(logits + row * stride + ids, mask=ids < vocab, other=-INF).to(tl.float32)
-        peak = peak_of(x)
+        first = (segment * STEPS + step) * TILE
+        chunk = first + tl.arange(0, TILE)
+        ids = first * CHUNK + tl.arange(0, TILE * CHUNK)
+        flat = tl.load(logits + row * stride + ids, mask=ids < vocab, other=-INF)
+        x = tl.reshape(flat, [TILE, CHUNK]).to(tl.float32)
+        peak = peak_of(x, 1)
         tl.store(peaks + row * chunks + chunk, peak, mask=chunk < chunks)
         if NOISE:
             if top_k is not None:
-                groups = tl.arange(0, CHUNK // GROUP)
-                place = (row * chunks + chunk) * (CHUNK // GROUP) + groups
-                tl.store(group_peaks + place, tl.max(tl.reshape(x, [CHUNK // GROUP, GROUP]), 1), mask=chunk + groups * 0 < chunks)
+                group = first * (CHUNK // GROUP) + tl.arange(0, TILE * CHUNK // GROUP)
+                groups = chunks * (CHUNK // GROUP)
+                most = tl.max(tl.reshape(flat, [TILE * CHUNK // GROUP, GROUP]), 1).to(tl.float32)
+                tl.store(group_peaks + row * groups + group, most, mask=group < groups)
             if races:
-                words = random_words(key, where, which, PURPOSE, chunk * CHUNK, CHUNK)
-                earliest = tl.min(_times(x, tl.where(peak == -INF, 0.0, peak), scale, words), 0)
+                words = tl.reshape(random_words(key, where, which, PURPOSE, first * CHUNK, TILE * CHUNK), [TILE, CHUNK])
+                earliest = tl.min(_times(x, tl.where(peak == -INF, 0.0, peak)[:, None], scale, words), 1)
                 tl.store(times + row * chunks + chunk, earliest, mask=chunk < chunks)
 
 
-def steps_of(n: int, chunks: int) -> int:
-    """Chunks a program takes: few while programs are few, more when there are many."""
+def scan_shape(n: int, chunks: int) -> tuple[int, int, int]:
+    """Chunks at a time, how often, and warps: little for a program while programs are few."""
+    tile = 1 if n * chunks < 4096 else 2
     steps = 1
-    while steps < 8 and n * chunks >= 8192 * steps:
+    while steps < 8 and n * chunks >= 8192 * steps * tile:
         steps *= 2
-    return steps
+    return tile, steps, 4
 
 
 @dataclass(frozen=True)
@@ -191,8 +199,14 @@ def scan(logits: torch.Tensor, columns: Columns | None) -> Scan:
         if columns.top_k is not None:
             groups = torch.empty(n, chunks * (CHUNK // GROUP), device=logits.device)
     out = Scan(found[0], found[1], groups)
-    steps = steps_of(n, chunks)
-    segments = triton.cdiv(chunks, steps)
-    shape = (chunks, segments, CHUNK, GROUP, steps, columns is not None)
-    _scan[(n * segments,)](logits, logits.stride(0), vocab, *inputs, out.peaks, out.times, groups, *shape)
+    _launch(logits, inputs, out, scan_shape(n, chunks))
     return out
+
+
+def _launch(logits: torch.Tensor, inputs: Sequence[torch.Tensor | None], out: Scan, shape: tuple[int, int, int]) -> None:
+    """inputs: rows, temperature, top_k and what noise depends on."""
+    (n, chunks), (tile, steps, warps) = out.peaks.shape, shape
+    segments = triton.cdiv(chunks, tile * steps)
+    found = (out.peaks, out.times, out.group_peaks, chunks, segments)
+    constants = (CHUNK, GROUP, tile, steps, inputs[1] is not None)
+    _scan[(n * segments,)](logits, logits.stride(0), logits.shape[1], *inputs, *found, *constants, num_warps=warps, **pdl(logits))

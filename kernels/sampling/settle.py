@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from modelrunner.kernels.sampling.noise import exact_log
 from modelrunner.kernels.sampling.scan import GREEDY_LIMIT, INF, LN2, draw_key, is_short, peak_of
@@ -125,13 +126,17 @@ def _settle(
     LIST: tl.constexpr,
     WIDE: tl.constexpr,
     NOISE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """A token for each row. state: [n, 2] float32, only with top_p: what `_settle_drawn` leaves to top-p, and the best logit."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     places = tl.arange(0, PLACES)
     peak = tl.load(peaks + row * chunks + places, mask=places < chunks, other=-INF)
-    best = peak_of(peak)
+    best = peak_of(peak, 0)
     ok = tl.abs(best) < INF
     tl.store(good + row, ok)
     if counts is not None:
@@ -172,8 +177,12 @@ def _weigh(
     parts,
     CHUNK: tl.constexpr,
     STEPS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """sums: [n, parts, 2] int64, the mass below the cut and, of it, that of tokens better than the row's. Settled rows are left out."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     row, part = (tl.program_id(0) // parts).to(tl.int64), tl.program_id(0) % parts
     cut = tl.load(state + row * 2)
     if cut >= 0.0:
@@ -217,8 +226,12 @@ def _confirm(
     CHUNK: tl.constexpr,
     PLACES: tl.constexpr,
     PARTS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Replaces the tokens that top-p drops."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     cut = tl.load(state + row * 2)
     if cut >= 0.0:

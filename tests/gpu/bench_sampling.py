@@ -19,7 +19,7 @@ if DRY:
 
 import torch  # noqa: E402
 
-from modelrunner.kernels.sampling import gpu, reference  # noqa: E402
+from modelrunner.kernels.sampling import gpu, reference, scan  # noqa: E402
 
 VOCAB = 331 if DRY else 151936
 ROWS = (1, 3) if DRY else (1, 8, 32, 128, 256, 1024)
@@ -84,16 +84,19 @@ def check(n: int, shape: str, temperature: float) -> list[str]:
 
 def time_of(kind: str, n: int, shape: str, temperature: float) -> float:
     """Microseconds a call. Large batches read memory that the L2 cache does not hold; small ones find it there, as behind the head."""
-    copies = 20 if n <= 32 else 5
     ours, _, arguments = call_of(kind, n, temperature)
     given = [logits_of(n, shape) for _ in range(2)]
-    for logits in given:
-        ours(logits, **arguments)
+    return microseconds(lambda i: ours(given[i % 2], **arguments), 20 if n <= 32 else 5)
+
+
+def microseconds(call: Callable[[int], Any], copies: int) -> float:
+    for i in range(2):
+        call(i)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for i in range(copies):
-            ours(given[i % 2], **arguments)
+            call(i)
     times = []
     for _ in range(12):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -103,6 +106,38 @@ def time_of(kind: str, n: int, shape: str, temperature: float) -> float:
         torch.cuda.synchronize()
         times.append(start.elapsed_time(end) * 1000 / copies)
     return statistics.median(times[2:])
+
+
+def sweep() -> None:
+    """Times of the scan alone, by chunks at a time, how often, and warps."""
+    shapes = [
+        (1, 1, 4),
+        (2, 1, 4),
+        (4, 1, 4),
+        (2, 2, 4),
+        (1, 4, 4),
+        (1, 8, 4),
+        (2, 4, 4),
+        (2, 8, 4),
+        (4, 2, 4),
+        (4, 4, 4),
+        (2, 4, 8),
+        (4, 4, 8),
+    ]
+    print("scan alone, us: " + " ".join(f"{s!s:>11}" for s in shapes))
+    for n in (1, 32, 128, 1024):
+        for noise in (False, True):
+            times = [microseconds(scan_of(n, noise, shape), 20 if n <= 32 else 5) for shape in shapes]
+            print(f"{n:5} {'noise' if noise else 'peaks':>9} " + " ".join(f"{t:11.1f}" for t in times), flush=True)
+
+
+def scan_of(n: int, noise: bool, shape: tuple[int, int, int]) -> Callable[[int], None]:
+    given = [logits_of(n, "flat") for _ in range(2)]
+    drawn = columns(n, None, None, 0.6)
+    names = ("temperature", None, "seed", "position", None, "choice")
+    inputs = (None, *(drawn[name] if noise and name else None for name in names))
+    found = scan.Scan(*torch.empty(2, n, -(-VOCAB // scan.CHUNK), device=DEVICE), None)
+    return lambda i: scan._launch(given[i % 2], inputs, found, shape)
 
 
 def main() -> None:
@@ -123,6 +158,9 @@ def main() -> None:
             times = [time_of(kind, n, shape, 0.6) for n in ROWS]
             cells = [f"{t:8.1f} ({n * VOCAB * 2 / t / 1000:4.0f})" for n, t in zip(ROWS, times, strict=True)]
             print(f"{shape + ' ' + kind:>14}" + "".join(f"{cell:>15}" for cell in cells), flush=True)
+    KINDS["k600"] = (600, None)
+    print("k600, flat, 1 and 32 rows: " + " ".join(f"{time_of('k600', n, 'flat', 0.6):.1f} us" for n in (1, 32)))
+    sweep()
 
 
 if __name__ == "__main__":

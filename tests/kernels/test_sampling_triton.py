@@ -166,7 +166,7 @@ def test_rows_of_columns() -> None:
 def test_every_chunk_size_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     logits, columns = made_logits(3, 3000, torch.float32), made_columns(3)
     one = check_sample(logits, columns)
-    monkeypatch.setattr(scan, "steps_of", lambda n, chunks: 2)
+    monkeypatch.setattr(scan, "scan_shape", lambda n, chunks: (2, 2, 4))
     assert check_sample(logits, columns).tolist() == one.tolist()
 
 
