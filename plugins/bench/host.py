@@ -6,26 +6,21 @@ So what enqueues work (a copy, a patch's launch, a graph's replay: some 10 to 30
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from time import thread_time_ns
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from modelrunner.batch import Plan, Record, Ticket, record_words
-from modelrunner.device import Event, PinnedBuffer
-from modelrunner.devices.cpu import CpuDevice, Done
-from modelrunner.hookspecs import hookimpl
-from modelrunner.offers import Offer
 from modelrunner.plugins.bench.drive import sampling, undisturbed
 from modelrunner.plugins.bench.parts import Clock
 from modelrunner.plugins.bench.scenarios import Job
 
 if TYPE_CHECKING:
-    import torch
-
+    from modelrunner.batch import Plan, Ticket
     from modelrunner.engine import Engine
+    from modelrunner.testing.null_device import NullDevice
 
 FloatArray = npt.NDArray[np.float64]
 ROWS = (1, 64, 256, 1024)
@@ -33,58 +28,13 @@ CONTEXT = 4096
 PROMPT = 32  # tokens of the shortest prompt; rows start at every place of a page, so that they need new pages in turn
 PAGE = 16
 WARM_UP, STEPS = 64, 512
-TOKEN = 7
-
-
-class NullDevice(CpuDevice):
-    """A CPU until `hidden` is set; from then on it drops work, and answers that every row of `plan` sampled TOKEN.
-
-    nanoseconds: that this answering took, which are not the host's.
-    """
-
-    name = "null"
-    captures = True
-
-    def __init__(self, settings: Any) -> None:
-        super().__init__(settings)
-        self.hidden = False
-        self.plan: Plan | None = None
-        self.nanoseconds = 0
-
-    def launch(self, work: Callable[[], None]) -> None:
-        if not self.hidden:
-            work()
-
-    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        return work
-
-    def download(self, source: Callable[[], torch.Tensor], target: PinnedBuffer) -> Event:
-        if not self.hidden:
-            return super().download(source, target)
-        start, plan = thread_time_ns(), self.plan
-        assert plan is not None, "the bench tells the plan before each launch"
-        words = record_words(plan.num_draft)
-        records = target.array[: 4 * words * plan.num_rows].view(np.int32).reshape(plan.num_rows, words)
-        records[:] = (0, 0, 1, 0, -1, *[TOKEN] * (words - Record.TOKENS))
-        records[:, Record.ROW], records[:, Record.GENERATION] = plan.rows, plan.generations
-        self.nanoseconds += thread_time_ns() - start
-        return Done()
-
-
-class NullPlugin:
-    """Offers the device `null`."""
-
-    MODELRUNNER_API = ">=1,<2"
-
-    @hookimpl
-    def device(self) -> Offer[type[CpuDevice]]:
-        return Offer("null", lambda: NullDevice, fit="fallback", reason="for measuring the host")
 
 
 def make_engine(rows: Sequence[int]) -> tuple[Engine, NullDevice]:
     """An engine on the null device, with a model that costs nothing, and graphs for these numbers of rows."""
     from modelrunner.engine import Engine
     from modelrunner.testing import ScriptedPlugin, mixed
+    from modelrunner.testing.null_device import NullDevice, NullPlugin
 
     max_rows = max(rows)
     settings = {

@@ -20,6 +20,7 @@ from modelrunner.plugins.bench.models import model_folder
 from modelrunner.plugins.bench.scenarios import Job
 from modelrunner.plugins.bench.suite import Bench, Options
 from modelrunner.plugins.bench.workloads import WORKLOADS
+from modelrunner.testing.null_device import NullDevice
 from modelrunner.testing.tiny import tiny_dense
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -178,14 +179,14 @@ def test_stages_lie_between_moments() -> None:
 
 
 @pytest.fixture(scope="module")
-def steady() -> Iterator[tuple[Engine, host.NullDevice]]:
+def steady() -> Iterator[tuple[Engine, NullDevice]]:
     engine, device = host.make_engine([3, 8])
     host.decode(engine, 3)
     yield engine, device
     engine.close()
 
 
-def test_the_host_works_as_with_a_device(steady: tuple[Engine, host.NullDevice]) -> None:
+def test_the_host_works_as_with_a_device(steady: tuple[Engine, NullDevice]) -> None:
     """Plans, patches and commits are real: every row gets a token a step, and pages as it grows."""
     engine, device = steady
     before, pages = engine.scheduler.rows.known.copy(), engine.scheduler.pool.available
