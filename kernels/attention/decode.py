@@ -13,7 +13,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from modelrunner.kernels.attention.device import launch_options, next_power_of_2, processors
-from modelrunner.kernels.attention.tile import LOG2E, LOWEST, add_sink, capped, fold, matmul, token_offsets
+from modelrunner.kernels.attention.tile import LOG2E, LOWEST, add_sink, capped, fold, matmul, pages_of, token_offsets
 from modelrunner.kernels.attention.work_list import AttentionWork
 
 COMBINE_FLOATS = 8192  # of partial results that a program looks at together
@@ -136,7 +136,8 @@ def decode_attention(
             key = begin + tl.arange(0, BLOCK_S)
             old = (key >= start) & (key < tl.minimum(end, computed))
             new = (key >= start) & (key < end) & (key >= computed)
-            place = token_offsets(table, key, (key >= start) & (key < end), page_rows, PAGE, TOKEN)[:, None]
+            page = pages_of(table, key, (key >= start) & (key < end), PAGE)
+            place = token_offsets(page, key, page_rows, PAGE, TOKEN)
             k = tl.load(k_base + place, mask=old[:, None] & (dim < D)[None, :], other=0.0)
             v = tl.load(v_base + place, mask=old[:, None] & (dim < D)[None, :], other=0.0)
             if PDL:
@@ -149,10 +150,13 @@ def decode_attention(
             begin += BLOCK_S
         else:
             q = tl.load(q_ptr + q_place, mask=m_ok, other=0.0)
+        ahead = begin + tl.arange(0, BLOCK_S)
+        page = pages_of(table, ahead, (ahead >= start) & (ahead < end), PAGE)
         for block in tl.range(begin, end, BLOCK_S):
             key = block + tl.arange(0, BLOCK_S)
-            there = (key >= start) & (key < end)
-            place = token_offsets(table, key, there, page_rows, PAGE, TOKEN)[:, None]
+            there = (key >= start) & (key < end) if HAS_WINDOW else key < end
+            place = token_offsets(page, key, page_rows, PAGE, TOKEN)
+            page = pages_of(table, key + BLOCK_S, key + BLOCK_S < end, PAGE)
             there = there[:, None] if D == BLOCK_D else there[:, None] & (dim < D)[None, :]
             k = tl.load(k_base + place, mask=there, other=0.0).to(q.dtype)
             v = tl.load(v_base + place, mask=there, other=0.0).to(q.dtype)

@@ -12,7 +12,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from modelrunner.kernels.attention.device import launch_options, next_power_of_2, processors
-from modelrunner.kernels.attention.tile import LOG2E, LOWEST, add_sink, capped, fold, matmul, token_offsets
+from modelrunner.kernels.attention.tile import LOG2E, LOWEST, add_sink, capped, fold, matmul, pages_of, token_offsets
 from modelrunner.kernels.attention.work_list import AttentionWork
 
 
@@ -26,16 +26,17 @@ def fold_keys(
     not be read."""
     dim = tl.arange(0, BLOCK_D)
     factor = 1.0 if HAS_SOFTCAP else scale * LOG2E
+    ahead = begin + tl.arange(0, BLOCK_S)
+    page = pages_of(table, ahead, (ahead >= first) & (ahead < last), PAGE)
     for block in tl.range(begin, end, BLOCK_S):
         key = block + tl.arange(0, BLOCK_S)
+        place = token_offsets(page, key, page_rows, PAGE, TOKEN)
+        page = pages_of(table, key + BLOCK_S, key + BLOCK_S < last, PAGE)
         if MASKED:
-            there = (key >= first) & (key < last)
-            place = token_offsets(table, key, there, page_rows, PAGE, TOKEN)[:, None]
-            mask = there[:, None] & (dim < D)[None, :]
+            mask = ((key >= first) & (key < last))[:, None] & (dim < D)[None, :]
             k = tl.load(k_base + place, mask=mask, other=0.0).to(q.dtype)
             v = tl.load(v_base + place, mask=mask, other=0.0).to(q.dtype)
         else:
-            place = token_offsets(table, key, None, page_rows, PAGE, TOKEN)[:, None]
             if D == BLOCK_D:
                 k = tl.load(k_base + place).to(q.dtype)
                 v = tl.load(v_base + place).to(q.dtype)

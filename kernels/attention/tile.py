@@ -49,10 +49,16 @@ def add_sink(acc, largest, total, sink):
 
 
 @triton.jit
-def token_offsets(table_ptr, keys, there, page_rows, PAGE: tl.constexpr, TOKEN: tl.constexpr):
-    """Where keys [S] of a row lie in a layer's cache, in elements: int64 [S]. table_ptr: the row's block table."""
-    if there is None:  # noqa: SIM108 (Triton compiles one of the two)
-        page = tl.load(table_ptr + keys // PAGE)
-    else:
-        page = tl.load(table_ptr + keys // PAGE, mask=there, other=0)
-    return (page.to(tl.int64) * page_rows + keys % PAGE) * TOKEN
+def pages_of(table_ptr, keys, there, PAGE: tl.constexpr):
+    """Page numbers of a row's keys [S]. table_ptr: the row's block table. there: [S] bool.
+
+    Loops load them one turn ahead, in a variable that they carry: the pipeline then sees loads of keys and values whose addresses are at
+    hand. (Left to itself it copies page numbers to shared memory, and waiting for those also waits for the keys before them.)
+    """
+    return tl.load(table_ptr + keys // PAGE, mask=there, other=0)
+
+
+@triton.jit
+def token_offsets(page, keys, page_rows, PAGE: tl.constexpr, TOKEN: tl.constexpr):
+    """Where keys [S] lie in a layer's cache, in elements: int64 [S, 1]."""
+    return ((page.to(tl.int64) * page_rows + keys % PAGE) * TOKEN)[:, None]

@@ -286,17 +286,13 @@ def build_work(
 
 @lru_cache(maxsize=256)
 def choose_decode(num_rows: int, head_dim: int, dtype: torch.dtype) -> DecodeConfig:
-    """Few rows: short chunks, so that all multiprocessors read. Many rows: long ones, which leave few partial results.
-
-    A block of keys is read one turn of the pipeline after its page numbers, so num_stages is 1 + 2 * blocks in flight.
-    """
+    """Few rows: short chunks, so that all multiprocessors read. Many rows: long ones, which leave few partial results."""
     if dtype == torch.float32:
         return DecodeConfig(chunk=128, block_keys=32, num_warps=4, num_stages=2, programs=2)
     if num_rows <= 4:
-        return DecodeConfig(chunk=64, block_keys=64, num_warps=4, num_stages=1, programs=3)
-    if num_rows <= 16:
-        return DecodeConfig(chunk=128, block_keys=64, num_warps=4, num_stages=5, programs=2)
-    return DecodeConfig(chunk=512, block_keys=32 if head_dim > 128 else 64, num_warps=4, num_stages=5, programs=2)
+        return DecodeConfig(chunk=64, block_keys=64, num_warps=4, num_stages=1, programs=2)
+    block_keys = 32 if head_dim > 128 else 64
+    return DecodeConfig(chunk=256 if num_rows <= 16 else 1024, block_keys=block_keys, num_warps=4, num_stages=4, programs=2)
 
 
 @lru_cache(maxsize=256)
@@ -306,8 +302,8 @@ def choose_prefill(head_dim: int, dtype: torch.dtype) -> PrefillConfig:
     if head_dim > 128:
         return PrefillConfig(block_queries=64, block_keys=64, num_warps=8, num_stages=2, programs=1)
     if head_dim <= 64:
-        return PrefillConfig(block_queries=128, block_keys=64, num_warps=4, num_stages=3, programs=2)
-    return PrefillConfig(block_queries=128, block_keys=64, num_warps=8, num_stages=5, programs=1)
+        return PrefillConfig(block_queries=128, block_keys=64, num_warps=8, num_stages=3, programs=2)
+    return PrefillConfig(block_queries=128, block_keys=64, num_warps=8, num_stages=3, programs=1)
 
 
 def _decode_list(
