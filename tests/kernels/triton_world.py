@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from modelrunner.ops import CLOSE, Registry, Tolerance
+from modelrunner.ops import Registry, Tolerance
 from modelrunner.plugins import reference_kernels
 from modelrunner.testing.conformance.kernel_cases import Draw, cases_of
 
@@ -35,7 +35,7 @@ def nan(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def close(out: Any, ref: Any, op: str | Tolerance) -> None:
-    """Assert that `out` equals `ref` within the tolerance of operation `op` (CLOSE for a name that is not registered).
+    """Assert that `out` equals `ref` within the tolerance of operation or fusion `op`.
 
     Both: a tensor, or a list, tuple or dict of them (None in the same places). Integers, and dtypes without a tolerance, bit for bit.
     """
@@ -50,7 +50,7 @@ def close(out: Any, ref: Any, op: str | Tolerance) -> None:
     if ref is None:
         assert out is None
         return
-    tolerance = tolerances().get(op, CLOSE) if isinstance(op, str) else op
+    tolerance = tolerances()[op] if isinstance(op, str) else op
     relative, absolute = tolerance.by_dtype.get(ref.dtype, (0.0, 0.0)) if ref.is_floating_point() else (0.0, 0.0)
     torch.testing.assert_close(out, ref, rtol=relative, atol=absolute, equal_nan=True)
 
