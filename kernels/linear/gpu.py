@@ -54,7 +54,7 @@ def builds(kind: str, rows: int, outputs: int, inner: int, dtype: str = "bf16") 
         constants["SLICES"] = tiles.slices
         return [Build(slice_kernel, signature, none | common | constants, tiles.warps, tiles.stages, divisible=_DIVISIBLE)]
     common["SPLIT"] = split
-    found = [Build(tile_kernel, signature, none | common | constants, tiles.warps, tiles.stages, divisible=_DIVISIBLE)]
+    found = [Build(tile_kernel, signature, none | common | constants, tiles.warps, tiles.stages, 16, divisible=_DIVISIBLE)]
     if split > 1:
         constants = {"BLOCK_K": triton.next_power_of_2(inner), "BLOCK": SUM_BLOCK}
         found.append(Build(sum_kernel, signature, none | common | constants, 2, divisible=_DIVISIBLE))

@@ -74,4 +74,4 @@ def _tiles(rows: int, outputs: int, inner: int, gated: bool, fused_norm: bool) -
     split = 1
     while split < 8 and (inner > 512 * split or outputs // 64 * split < PROGRAMS) and inner >= 256 * split:
         split *= 2
-    return Tiles(bt, 64, 128, split, 4, 1 if inner <= 512 * split else 3, fused_norm)
+    return Tiles(bt, 64, 64 if bt == 64 and fused_norm else 128, split, 4, 1 if inner <= 512 * split else 3, fused_norm)
