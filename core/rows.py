@@ -176,6 +176,10 @@ class HostRows:
 
     def append(self, rows: Int32Array, tokens: Int32Array, counts: Int32Array) -> None:
         """Commit the first `counts[i]` of `tokens[i]` ([M, 1+k]) to each row."""
+        if tokens.shape[1] == 1 and (counts == 1).all():
+            self.token_log[rows, self.known[rows]] = tokens[:, 0]
+            self.known[rows] += 1
+            return
         at, offset = np.nonzero(np.arange(tokens.shape[1]) < counts[:, None])
         to = rows[at]
         self.token_log[to, self.known[to] + offset] = tokens[at, offset]

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from modelrunner.admission import Admission, PatchSink
-from modelrunner.batch import Drain, Feature, Finish, Outcome, Patch, Plan, Record
+from modelrunner.batch import Drain, Feature, Finish, Outcome, Plan, Record
 from modelrunner.page_pool import GroupLayout, Int32Array, PagePool
 from modelrunner.request import Request, Status
 from modelrunner.rows import Growth, HostRows
@@ -62,6 +62,19 @@ class _Undo:
     growths: list[Growth]
     admitted: list[Entry]
     last_ticket: npt.NDArray[np.int64]
+
+
+@dataclass
+class _Steady:
+    """Running rows that all decode, for as long as nobody comes or goes: what is the same in each of their plans. steps: as long as no
+    row reaches its limit."""
+
+    rows: Int32Array
+    counts: Int32Array
+    generations: Int32Array
+    sampled: BoolArray
+    features: Feature
+    steps: int
 
 
 @dataclass
@@ -118,6 +131,7 @@ class Scheduler:
         self._clock = clock
         self._deadlines = Deadlines()
         self._running: Int32Array = np.empty(0, np.int32)  # rows of running requests, in order of admission
+        self._steady: _Steady | None = None
         self._in_flight: deque[Plan] = deque()
         self._undo: _Undo | None = None
         self._step = 0
@@ -212,7 +226,7 @@ class Scheduler:
         assert len(self._in_flight) < (1 if drained else self.depth), f"{len(self._in_flight)} steps are in flight; collect first"
         self.admission.reclaim_rows(self._in_flight[0].step if self._in_flight else self._step)
         while True:
-            rows, counts, num_decode = self.rows.select(self._running, self._max_batched_tokens)
+            rows, counts, num_decode = self._select()
             upper = self.rows.computed_upper[rows] + counts
             deficits = [table.deficit(rows, upper) for table in self.rows.tables]
             missing = sum(int(d.sum()) for d in deficits)
@@ -222,10 +236,33 @@ class Scheduler:
                 return Drain(f"{missing} cache pages are needed and {self.pool.available} available")
             self._preempt(self._victim())
         draft = _Draft(self._builder(), self._max_batched_tokens - int(counts.sum()), [(rows, counts)], num_decode)
-        self._grow(draft, rows, deficits)
-        sampled = [self.rows.advance(rows, counts)]
+        if missing:
+            self._grow(draft, rows, deficits)
+        sampled = [self._advance(rows, counts)]
         sampled += self._admit(draft)
-        return self._seal(draft, np.concatenate(sampled))
+        return self._seal(draft, np.concatenate(sampled) if len(sampled) > 1 else sampled[0])
+
+    def _select(self) -> tuple[Int32Array, Int32Array, int]:
+        """Rows of the next step, their query tokens, and how many of them decode."""
+        if (steady := self._steady) is not None and steady.steps > 0:
+            return steady.rows, steady.counts, steady.rows.size
+        table = self.rows
+        rows, counts, num_decode = table.select(self._running, self._max_batched_tokens)
+        self._steady = None
+        if num_decode and num_decode == self._running.size:
+            steps = int((table.limit[rows] - table.known_upper[rows]).min())
+            features = Feature(int(np.bitwise_or.reduce(table.features[rows])))
+            self._steady = _Steady(rows, counts, table.generation[rows], np.ones(rows.size, np.bool_), features, steps)
+        return rows, counts, num_decode
+
+    def _advance(self, rows: Int32Array, counts: Int32Array) -> BoolArray:
+        """Move the upper counters, and tell which rows sample."""
+        if (steady := self._steady) is None:
+            return self.rows.advance(rows, counts)
+        steady.steps -= 1
+        self.rows.computed_upper[rows] += 1
+        self.rows.known_upper[rows] += 1
+        return steady.sampled
 
     def _grow(self, draft: _Draft, rows: Int32Array, deficits: list[Int32Array]) -> None:
         for table, deficit in zip(self.rows.tables, deficits, strict=True):
@@ -240,7 +277,7 @@ class Scheduler:
             entry, chunk = admitted
             row, count = np.array([entry.request.row], np.int32), np.array([chunk], np.int32)
             sampled.append(self.rows.advance(row, count))
-            self._running = np.concatenate([self._running, row])
+            self._running, self._steady = np.concatenate([self._running, row]), None
             draft.chunks.append((row, count))
             draft.admitted.append(entry)
             draft.budget -= chunk
@@ -248,25 +285,28 @@ class Scheduler:
         return sampled
 
     def _seal(self, draft: _Draft, sampled: BoolArray) -> Plan | None:
-        rows = np.concatenate([r for r, _ in draft.chunks])
-        if not rows.size:
-            return None
-        table = self.rows
-        num_query = np.concatenate([c for _, c in draft.chunks])
+        table, steady = self.rows, self._steady
+        if steady is not None:
+            rows, num_query, generations, features = steady.rows, steady.counts, steady.generations, steady.features
+        else:
+            rows = np.concatenate([r for r, _ in draft.chunks])
+            if not rows.size:
+                return None
+            num_query = np.concatenate([c for _, c in draft.chunks])
+            generations, features = table.generation[rows], Feature(int(np.bitwise_or.reduce(table.features[rows])))
         max_seq_len = int(table.computed_upper[rows].max())
-        patch: Patch = draft.builder.build()
         plan = Plan(
             step=self._step,
             rows=rows,
-            generations=table.generation[rows],
+            generations=generations,
             num_query=num_query,
-            patch=patch,
+            patch=draft.builder.build(),
             num_decode=draft.num_decode,
-            num_tokens=int(num_query.sum()),
-            max_query=int(num_query.max()),
+            num_tokens=rows.size if steady is not None else int(num_query.sum()),
+            max_query=1 if steady is not None else int(num_query.max()),
             max_seq_len=max_seq_len,
             table_pages=tuple(t.layout.pages_for(max_seq_len) for t in table.tables),
-            features=Feature(int(np.bitwise_or.reduce(table.features[rows]))),
+            features=features,
         )
         self._undo = _Undo(plan, sampled, draft.growths, draft.admitted, table.last_ticket[rows])
         table.last_ticket[rows] = plan.step
@@ -313,24 +353,29 @@ class Scheduler:
         if self._undo is not None and self._undo.plan is plan:
             self._undo = None
         live = self._alive(plan)
-        records, at = outcome.records[live], plan.rows[live]
+        records, at, computing = outcome.records, plan.rows, plan.num_query
+        if not live.all():
+            records, at, computing = records[live], at[live], computing[live]
         named = (records[:, Record.ROW] == at) & (records[:, Record.GENERATION] == plan.generations[live])
         assert named.all(), f"step {plan.step}: a record names another row or tenancy than the plan"
-        finish = records[:, Record.FINISH]
-        counts = np.where(finish == Finish.ERROR, 0, records[:, Record.NUM_TOKENS])
-        tokens = records[:, Record.TOKENS :]
-        self._note_first_tokens(at[(counts > 0) & (rows.known[at] == rows.num_prompt[at])])
+        finish, counts, tokens = records[:, Record.FINISH], records[:, Record.NUM_TOKENS], records[:, Record.TOKENS :]
+        if (ended := finish != Finish.NONE).any():
+            counts = np.where(finish == Finish.ERROR, 0, counts)
+        new = counts > 0
+        known = rows.known[at]
+        self._note_first_tokens(at[new & (known == rows.num_prompt[at])])
         rows.append(at, tokens, counts)
-        rows.computed[at] = np.where(counts > 0, rows.known[at] - 1, rows.computed[at] + plan.num_query[live])
+        rows.computed[at] = np.where(new, known + counts - 1, rows.computed[at] + computing)
         self.stats.steps += 1
-        self.stats.computed_tokens += int(plan.num_query[live].sum())
+        self.stats.computed_tokens += int(computing.sum())
         self.stats.generated_tokens += int(counts.sum())
         self.admission.index_prompts(at)
         for table in rows.tables:
             if table.windowed:
                 table.free_behind(at, rows.computed[at], self.pool)
-        finished = self._finish_rows(at[finish != Finish.NONE], finish[finish != Finish.NONE])
-        new = counts > 0
+        finished = self._finish_rows(at[ended], finish[ended])
+        if new.all():
+            return Committed(at, tokens, counts, finished)
         return Committed(at[new], tokens[new], counts[new], finished)
 
     def _alive(self, plan: Plan) -> BoolArray:
@@ -368,7 +413,7 @@ class Scheduler:
         self.admission.forget(request)
 
     def _refresh_running(self) -> None:
-        self._running = self._running[self.rows.active[self._running]]
+        self._running, self._steady = self._running[self.rows.active[self._running]], None
 
     def _victim(self) -> Entry:
         """The running request that gives way: lowest priority first, then the newest."""
