@@ -10,7 +10,9 @@ This process makes token ids of prompts and text of output ids; the engine proce
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
+import threading
 import time
 import warnings
 import weakref
@@ -20,12 +22,16 @@ from typing import TYPE_CHECKING, Any, Self
 from pydantic import BaseModel
 
 from modelrunner.assemble import Chooser, open_checkpoint, settle
+from modelrunner.chat import Message, chat_tokenizer, num_characters, one_conversation
 from modelrunner.engine_link import EngineLink
 from modelrunner.errors import PluginError, PluginWarning, RequestError
+from modelrunner.messages import Sleep, UpdateWeights, WakeUp
+from modelrunner.new_weights import Weights, check_version, checkpoint_name
 from modelrunner.plugin_manager import PluginManager, warn_once
 from modelrunner.request import Prompt, Request, RequestOutput, SamplingParams, default_params, make_request
 from modelrunner.settings import RunnerSettings
 from modelrunner.settings_sources import field_names
+from modelrunner.tensor_file import pack
 
 if TYPE_CHECKING:
     from modelrunner.checkpoint import ModelCard
@@ -121,6 +127,35 @@ class AsyncLLM:
         finally:
             self._link.release(stream)
 
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        priority: int = 0,
+        deadline: float | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Answer one conversation by the tokenizer's chat template, as `LLM.chat` does; otherwise as `generate`.
+
+        messages: `[{"role": "user", "content": "Hello"}, ...]`. add_generation_prompt: end the prompt where the answer begins.
+        """
+        self._link.check()
+        template = chat_tokenizer(self.tokenizer).apply_chat_template
+        conversation = one_conversation(messages)
+        if num_characters(conversation) > LONG_TEXT:
+            ids = await asyncio.to_thread(template, conversation, add_generation_prompt)
+        else:
+            ids = template(conversation, add_generation_prompt)
+        prompt = {"prompt_token_ids": ids}
+        outputs = self.generate(prompt, sampling_params, request_id, priority=priority, deadline=deadline)
+        try:
+            async for output in outputs:
+                yield output
+        finally:
+            await outputs.aclose()
+
     def _request(self, request_id: str, prompt: Prompt, params: SamplingParams | None, priority: int, deadline: float | None) -> Request:
         return make_request(
             request_id,
@@ -144,6 +179,51 @@ class AsyncLLM:
         if not isinstance(request_id, str) or not request_id:
             raise RequestError(f"abort takes the id of one request, a non-empty string; got {request_id!r}")
         self._link.abort(request_id)
+
+    # ---- between steps ---------------------------------------------------------------------------------------------
+
+    async def update_weights(self, tensors: Weights, version: str | None = None) -> None:
+        """Replace the weights, in place, between two steps. Open requests go on with the new ones, as `Engine.update_weights` says.
+
+        tensors: (name, tensor) pairs under the checkpoint's names, every tensor of a checkpoint, on any device; or a checkpoint: a folder,
+        a file or a hub id, of which only the tensors count. A thread takes the pairs and copies them into memory that the engine process
+        reads. Requests run until the last one is there; while the engine loads, no step runs. version: name of these weights, for
+        `RequestOutput.weight_version`; None for the number of updates so far. Updates take place one after the other.
+
+        Raises what the iteration raises; the engine notices nothing of that. Raises what `LLM.update_weights` raises for weights that do
+        not fit. When some had been stored by then, open requests wait, and new ones are refused with EngineError, until an update succeeds.
+        Who cancels this before the last pair was taken cancels the update; after that it takes place.
+        """
+        self._link.check()
+        check_version(version)
+        if isinstance(tensors, (str, os.PathLike)):
+            name = checkpoint_name(tensors)
+            await asyncio.wrap_future(self._link.change(lambda number: UpdateWeights(number, name, None, version)))
+            return
+        cancelled = threading.Event()
+        try:
+            file = await asyncio.to_thread(pack, tensors, lambda: cancelled.is_set() or self._link.failure is not None)
+        finally:
+            cancelled.set()
+        if file is None:
+            self._link.check()
+        assert file is not None, "only an engine that is gone ends it early for a caller who is still there"
+        try:
+            future = self._link.change(lambda number: UpdateWeights(number, file.path, file.entries, version))
+        except BaseException:
+            file.close()
+            raise
+        future.add_done_callback(lambda _: file.close())
+        await asyncio.wrap_future(future)
+
+    async def sleep(self) -> None:
+        """Give the cache's memory up until `wake_up`. Requests, new ones too, wait meanwhile and go on afterwards; `abort` and deadlines
+        work. Does nothing while asleep; `stats().sleeping` says whether it is."""
+        await asyncio.wrap_future(self._link.change(Sleep))
+
+    async def wake_up(self) -> None:
+        """Take the cache's memory again. Does nothing while awake."""
+        await asyncio.wrap_future(self._link.change(WakeUp))
 
     # ---- the engine process ----------------------------------------------------------------------------------------
 

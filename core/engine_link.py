@@ -17,6 +17,7 @@ import tempfile
 import threading
 from asyncio import AbstractEventLoop
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -28,7 +29,7 @@ from modelrunner import errors
 from modelrunner.engine_process import Start
 from modelrunner.errors import EngineError
 from modelrunner.liveness import Liveness
-from modelrunner.messages import Abort, Command, Failed, Greet, Hello, Ready, Refused, Stop, Turn, decode_report, encode
+from modelrunner.messages import Abort, Change, Command, Done, Failed, Greet, Hello, Ready, Refused, Stop, Turn, decode_report, encode
 from modelrunner.request import Request, RequestOutput
 from modelrunner.request_stream import Item, RequestStream
 from modelrunner.text import Tokenizer
@@ -52,6 +53,7 @@ class EngineLink:
         self._arguments = dict(arguments)
         self._lock = threading.RLock()  # a finalizer may run inside any of our calls
         self._streams: dict[int, RequestStream] = {}
+        self._changes: dict[int, Future[None]] = {}  # asked for and not yet answered
         self._numbers = count()
         self._ready: Ready | None = None
         self._settled = threading.Event()  # ready, or failed
@@ -119,6 +121,18 @@ class EngineLink:
         with self._lock:
             if self._streams.pop(stream.number, None) is not None:
                 self._send(Abort(stream.number, reason))
+
+    def change(self, make: Callable[[int], Change]) -> Future[None]:
+        """Ask for a change. make: gives the command of a number. The future ends with the change, or has what the engine raised; nothing
+        takes the change back. Raises EngineError when the engine is gone."""
+        number, future = next(self._numbers), Future[None]()
+        future.set_running_or_notify_cancel()
+        data = encode(make(number))
+        with self._lock:
+            self.check()
+            self._changes[number] = future
+            self._commands.send(data)
+        return future
 
     def check(self) -> None:
         """Raise EngineError when the engine is gone."""
@@ -210,9 +224,12 @@ class EngineLink:
     def _fail(self, failure: Exception) -> None:
         with self._lock:
             self.failure = failure
-            streams = list(self._streams.values())
+            streams, changes = list(self._streams.values()), list(self._changes.values())
             self._streams.clear()
+            self._changes.clear()
         self._hand_over([(stream, again(failure)) for stream in streams])
+        for future in changes:
+            future.set_exception(again(failure))
         self._settled.set()
 
     def _hear(self, data: bytes) -> None:
@@ -224,7 +241,7 @@ class EngineLink:
             self.liveness.hear(self.liveness.stats)
             self._settled.set()
         elif isinstance(report, Failed):
-            self._cause = failure_of(report)
+            self._cause = error_of(report, "the engine process failed")
         else:
             self._take(report)
 
@@ -248,6 +265,12 @@ class EngineLink:
             if (stream := self._streams.pop(refused.number, None)) is not None:
                 items.append((stream, refusal(refused)))
         self._hand_over(items)
+        for done in turn.done:
+            future = self._changes.pop(done.number)
+            if done.kind:
+                future.set_exception(error_of(done, "the engine process could not carry it out"))
+            else:
+                future.set_result(None)
 
     def _outputs(self, stream: RequestStream, make: Callable[[], RequestOutput | None]) -> list[tuple[RequestStream, Item]]:
         """What `make` gives, as a list of none or one. An error ends this request and no other."""
@@ -289,12 +312,12 @@ def again(failure: Exception) -> Exception:
     return copy
 
 
-def failure_of(report: Failed) -> Exception:
-    """The error that an engine in this process would have raised; EngineError for one that is not ours."""
+def error_of(report: Failed | Done, what: str) -> Exception:
+    """The error that an engine in this process would have raised; for one that is not ours an EngineError that says what happened."""
     if isinstance(kind := getattr(errors, report.kind, None), type):
         error: Exception = kind(report.message)
         return error
-    return EngineError(f"the engine process failed: {report.kind}: {report.message}")
+    return EngineError(f"{what}: {report.kind}: {report.message}")
 
 
 def refusal(refused: Refused) -> Exception:

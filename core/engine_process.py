@@ -1,8 +1,9 @@
 """The engine process: an `Engine` behind two sockets. It knows token ids only; text is the front end's.
 
 `engine_link.EngineLink` starts it. Its loop takes all commands that have come, runs one step, and reports what the step brought in one
-message. With nothing to do it sleeps until a command comes, and says once a second that it is there. It ends when told to, when the
-engine fails, and when the process that started it is gone, however that ended.
+message. With nothing to do it sleeps until a command comes, and says once a second that it is there. While it loads new weights it goes on
+to say so, and listens for `Stop`. It ends when told to, when the engine fails, and when the process that started it is gone, however that
+ended.
 """
 
 from __future__ import annotations
@@ -18,17 +19,22 @@ import threading
 import time
 import traceback
 import warnings
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+import msgspec
 import zmq
 
 from modelrunner import errors
+from modelrunner.engine_changes import Changes, Stopped
 from modelrunner.errors import EngineError, PluginError, RequestError
 from modelrunner.messages import (
     Abort,
     Add,
+    Change,
+    Command,
     Ended,
     EngineStats,
     Facts,
@@ -50,6 +56,7 @@ if TYPE_CHECKING:
 
 IDLE_SECONDS = 1.0  # a word at least this often while there is nothing to do
 STUCK_SECONDS = 0.01  # pause after a step in which nothing could run, so that the loop does not spin
+HALTED_SECONDS = 0.1  # the same while the engine sleeps, or waits for weights that it can use
 QUIET_SECONDS = 0.05  # between messages that bring counters only
 LINGER_MS = 5000  # to deliver the last message
 PR_SET_PDEATHSIG = 1
@@ -77,6 +84,8 @@ class EngineLoop:
         self._aborted: dict[str, str] = {}  # request id -> reason to count, of requests that the front end ended
         self._facts: dict[int, Facts] = {}
         self._finished: Counter[str] = Counter()
+        self._held: deque[Command] = deque()  # came while new weights were loaded
+        self._changes = Changes(engine, self._listen)
         self._turns = 0
         self._stuck = False
         self._sent_at = 0.0
@@ -84,9 +93,10 @@ class EngineLoop:
 
     def run(self) -> None:
         """Until `Stop`. Raises what the engine cannot go on after."""
-        while self._take_commands(self._patience()):
-            self._step()
-            self._report()
+        with contextlib.suppress(Stopped):
+            while self._take_commands(self._patience()):
+                self._step()
+                self._report()
 
     def stats(self) -> EngineStats:
         scheduler = self.engine.scheduler
@@ -104,6 +114,10 @@ class EngineLoop:
             computed_tokens=counts.computed_tokens,
             generated_tokens=counts.generated_tokens,
             finished=dict(self._finished),
+            sleeping=self.engine.is_sleeping,
+            weight_version=self.engine.weight_version,
+            weights_problem=self._changes.weights_problem,
+            loaded_tensors=self._changes.loaded,
         )
 
     # ---- commands ------------------------------------------------------------------------------------------------
@@ -112,27 +126,49 @@ class EngineLoop:
         """Seconds to wait for a command before the next turn."""
         if not self.engine.has_unfinished():
             return IDLE_SECONDS
-        return STUCK_SECONDS if self._stuck else 0.0
+        if not self._stuck:
+            return 0.0
+        return HALTED_SECONDS if self.engine.is_sleeping or self.engine.weights_problem else STUCK_SECONDS
 
     def _take_commands(self, seconds: float) -> bool:
         """Carry out what has come; wait for the first that long. False after `Stop`."""
-        if not self._inbox.poll(round(seconds * 1000)):
+        if not self._held and not self._inbox.poll(round(seconds * 1000)):
             return True
+        for command in self._arrived():
+            if isinstance(command, Stop):
+                return False
+            if isinstance(command, Add):
+                self._add(command)
+            elif isinstance(command, Abort):
+                self._abort(command)
+            elif isinstance(command, Change):
+                done = self._changes.run(command)  # on the way `_turn` may be sent, and be another one then
+                self._turn.done.append(done)
+        return True
+
+    def _arrived(self) -> Iterator[Command]:
+        """Commands in the order in which they came, until there are no more."""
         with contextlib.suppress(zmq.Again):
             while True:
-                command = decode_command(self._inbox.recv(zmq.NOBLOCK))
-                if isinstance(command, Stop):
-                    return False
-                if isinstance(command, Add):
-                    self._add(command)
-                elif isinstance(command, Abort):
-                    self._abort(command)
-        return True
+                yield self._held.popleft() if self._held else decode_command(self._inbox.recv(zmq.NOBLOCK))
+
+    def _listen(self) -> None:
+        """In the middle of a change: put aside what has come, and say that this goes on. Raises Stopped for `Stop`."""
+        with contextlib.suppress(zmq.Again):
+            while True:
+                self._held.append(decode_command(self._inbox.recv(zmq.NOBLOCK)))
+                if isinstance(self._held[-1], Stop):
+                    raise Stopped
+        if time.monotonic() - self._sent_at >= QUIET_SECONDS:
+            self._send()
 
     def _add(self, command: Add) -> None:
         from modelrunner.sampling_params import SamplingParams
 
         name = command.request_id
+        if problem := self.engine.weights_problem:
+            self._turn.refused.append(Refused(command.number, EngineError.__name__, problem))
+            return
         if name in self._aborted:
             self._step()  # it reports the end of the request that had this id
         deadline = None if command.deadline is None else max(command.deadline - time.monotonic(), 1e-6)
@@ -173,7 +209,7 @@ class EngineLoop:
         scheduler = self.engine.scheduler
         before = scheduler.stats.steps
         try:
-            outputs = self.engine.step()
+            outputs = self.engine.drain() if self.engine.weights_problem else self.engine.step()
         except EngineError:
             raise
         except Exception as error:
@@ -218,14 +254,16 @@ class EngineLoop:
 
     def _report(self) -> None:
         """Send what is new; a message without news waits until the last one is a little old, or until there is nothing more to do."""
-        turn, now = self._turn, time.monotonic()
-        news = bool(turn.numbers or turn.ended or turn.refused or turn.facts)
-        if not news and now - self._sent_at < QUIET_SECONDS and self.engine.has_unfinished():
-            return
-        turn = Turn(self.stats(), turn.numbers, turn.counts, turn.tokens, turn.facts, turn.ended, turn.refused, turn.extra)
-        self._outbox.send(encode(turn))
-        self._sent_at = now
-        self._turn = Turn(turn.stats)
+        turn = self._turn
+        news = bool(turn.numbers or turn.ended or turn.refused or turn.facts or turn.done)
+        if news or time.monotonic() - self._sent_at >= QUIET_SECONDS or not self.engine.has_unfinished():
+            self._send()
+
+    def _send(self) -> None:
+        stats = self.stats()
+        self._outbox.send(encode(msgspec.structs.replace(self._turn, stats=stats)))
+        self._sent_at = time.monotonic()
+        self._turn = Turn(stats)
 
 
 # ---- the process -------------------------------------------------------------------------------------------------------

@@ -12,7 +12,8 @@ class Liveness:
     """Healthy means: while requests are open, tokens flow; while none are, the process says that it is there.
 
     A step may take long, and so may the way to the first token, as long as some token, of a prompt or of an output, was computed or some
-    request ended within the last `limit` seconds. A loop that turns without that is not healthy. clock: monotonic seconds.
+    request ended within the last `limit` seconds. A loop that turns without that is not healthy. Tensors of new weights count like tokens;
+    while the engine sleeps, none are awaited. clock: monotonic seconds.
     """
 
     def __init__(self, limit: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -24,7 +25,7 @@ class Liveness:
     def hear(self, stats: EngineStats) -> None:
         """The process said something."""
         self._heard = self._clock()
-        if stats.progress != self.stats.progress:
+        if stats.sleeping or stats.progress != self.stats.progress:
             self._moved = self._heard
         self.stats = stats
 
@@ -34,6 +35,8 @@ class Liveness:
 
     def problem(self, num_open: int) -> str | None:
         """What is wrong, None if nothing is. num_open: requests that are open."""
+        if self.stats.weights_problem:
+            return self.stats.weights_problem
         silent = self._clock() - (self._moved if num_open else self._heard)
         if silent <= self.limit:
             return None

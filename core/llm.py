@@ -9,23 +9,22 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
+from modelrunner.chat import Message, chat_tokenizer, conversations
 from modelrunner.engine import Engine
 from modelrunner.errors import RequestError
+from modelrunner.new_weights import Weights, checkpoint_name, checkpoint_tensors
 from modelrunner.request import OutputKind, Prompt, RequestOutput, SamplingParams, default_params
 
 if TYPE_CHECKING:
-    import torch
-
     from modelrunner.checkpoint import ModelCard
     from modelrunner.text import Tokenizer
-
-Message = Mapping[str, Any]
 
 
 class LLM:
@@ -108,19 +107,21 @@ class LLM:
 
         messages: `[{"role": "user", "content": "Hello"}, ...]`. add_generation_prompt: end the prompt where the answer begins.
         """
-        if self.tokenizer is None:
-            raise RequestError("messages: a chat needs a tokenizer, and skip_tokenizer_init is set; accepted: generate with token ids")
-        if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
-            raise RequestError(f"messages: got a {type(messages).__name__}; accepted: a list of mappings with 'role' and 'content'")
-        conversations: Sequence[Any] = [messages] if not messages or isinstance(messages[0], Mapping) else messages
+        tokenizer = chat_tokenizer(self.tokenizer)
         prompts: list[Prompt] = []
-        for i, conversation in enumerate(conversations):
+        for i, conversation in enumerate(conversations(messages)):
             with naming_prompt(i):
-                prompts.append({"prompt_token_ids": self.tokenizer.apply_chat_template(conversation, add_generation_prompt)})
+                prompts.append({"prompt_token_ids": tokenizer.apply_chat_template(conversation, add_generation_prompt)})
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, priority=priority, deadline=deadline)
 
-    def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], version: str | None = None) -> None:
-        """Replace the weights in place; see `Engine.update_weights`."""
+    def update_weights(self, tensors: Weights, version: str | None = None) -> None:
+        """Replace the weights in place; see `Engine.update_weights`.
+
+        tensors: (name, tensor) pairs under the checkpoint's names, or a checkpoint: a folder, a file or a hub id, of which only the tensors
+        count.
+        """
+        if isinstance(tensors, (str, os.PathLike)):
+            tensors = checkpoint_tensors(checkpoint_name(tensors), self.engine.assembly.manager, self.engine.settings)
         self.engine.update_weights(tensors, version)
 
     def sleep(self) -> None:

@@ -1,8 +1,8 @@
 """What a front end and its engine process tell each other: small flat records in msgpack, those of a step in one message.
 
-Commands go to the engine (`Greet`, `Add`, `Abort`, `Stop`), reports come back (`Hello`, `Ready`, `Turn`, `Failed`). Requests are named by
-a number that the front end never gives twice, so a late word about a request that was given up cannot be taken for one about its
-successor.
+Commands go to the engine (`Greet`, `Add`, `Abort`, `UpdateWeights`, `Sleep`, `WakeUp`, `Stop`), reports come back (`Hello`, `Ready`,
+`Turn`, `Failed`). Requests and changes are named by a number that the front end never gives twice, so a late word about a request that was
+given up cannot be taken for one about its successor.
 Nothing here imports torch.
 """
 
@@ -41,6 +41,36 @@ class Abort(_Message):
 
     number: int
     reason: str = "abort"
+
+
+class TensorEntry(msgspec.Struct, array_like=True, frozen=True):
+    """Where a tensor lies in memory that two processes share. dtype: torch's name, e.g. `bfloat16`. offset: bytes."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+    offset: int
+
+
+class UpdateWeights(_Message):
+    """Replace the weights; answered by `Done`. source: path of a `tensor_file.TensorFile` with `entries`; without, a checkpoint's name."""
+
+    number: int
+    source: str
+    entries: list[TensorEntry] | None = None
+    version: str | None = None
+
+
+class Sleep(_Message):
+    """Give the cache's memory up; answered by `Done`."""
+
+    number: int
+
+
+class WakeUp(_Message):
+    """Take the cache's memory again; answered by `Done`."""
+
+    number: int
 
 
 class Stop(_Message):
@@ -89,12 +119,21 @@ class Refused(_Message):
     message: str
 
 
+class Done(_Message):
+    """A change was carried out, or was not. kind, message: name of the error's class, empty without one, and what it says."""
+
+    number: int
+    kind: str = ""
+    message: str = ""
+
+
 class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     """Gauges and counters of an engine process. Counters only rise.
 
     running: requests with a row. waiting: without one. pages_used, pages_total: of the cache; pages that only the prefix cache keeps are
     not used. turns: of the process's loop. steps: committed. finished: requests by finish reason. Tokens are counted as in
-    `scheduler.Stats`.
+    `scheduler.Stats`. sleeping: the cache's memory is given up, and requests wait. weight_version: of the weights in use.
+    weights_problem: why they cannot be used, so that requests wait; empty when they can. loaded_tensors: of all updates.
     """
 
     running: int = 0
@@ -109,11 +148,15 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     computed_tokens: int = 0
     generated_tokens: int = 0
     finished: dict[str, int] = {}
+    sleeping: bool = False
+    weight_version: str = "0"
+    weights_problem: str = ""
+    loaded_tensors: int = 0
 
     @property
-    def progress(self) -> tuple[int, int, int]:
-        """Differs from an earlier value exactly if tokens flowed or requests ended since."""
-        return self.computed_tokens, self.generated_tokens, sum(self.finished.values())
+    def progress(self) -> tuple[int, int, int, int]:
+        """Differs from an earlier value exactly if tokens flowed, requests ended or new weights were loaded since."""
+        return self.computed_tokens, self.generated_tokens, sum(self.finished.values()), self.loaded_tensors
 
 
 class Turn(_Message):
@@ -131,6 +174,7 @@ class Turn(_Message):
     ended: list[Ended] = []
     refused: list[Refused] = []
     extra: list[dict[str, Any]] = []
+    done: list[Done] = []
 
 
 class Failed(_Message):
@@ -140,7 +184,8 @@ class Failed(_Message):
     message: str
 
 
-Command = Greet | Add | Abort | Stop
+Change = UpdateWeights | Sleep | WakeUp
+Command = Greet | Add | Abort | Change | Stop
 Report = Hello | Ready | Turn | Failed
 
 

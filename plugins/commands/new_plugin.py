@@ -22,6 +22,7 @@ from modelrunner.plugin_manager import PluginManager
 KINDS: Mapping[str, str] = {
     "model-state": "A model family for modelrunner.",
     "observer": "An observer of modelrunner's steps and requests.",
+    "tap": "Taps for modelrunner: a layer's hidden states, read and changed.",
 }
 NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 SUFFIX = ".tmpl"

@@ -3,14 +3,31 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import zmq
+from engine_world import tensors
 
-from modelrunner.engine_process import IDLE_SECONDS, EngineLoop
+from modelrunner import engine_process
+from modelrunner.engine_process import HALTED_SECONDS, IDLE_SECONDS, EngineLoop
 from modelrunner.errors import EngineError
-from modelrunner.messages import Abort, Add, Command, EngineStats, Facts, Greet, Stop, Turn, decode_report, encode
+from modelrunner.messages import (
+    Abort,
+    Add,
+    Command,
+    EngineStats,
+    Facts,
+    Greet,
+    Sleep,
+    Stop,
+    Turn,
+    UpdateWeights,
+    WakeUp,
+    decode_report,
+    encode,
+)
 from modelrunner.request import SamplingParams
 from modelrunner.testing import P, dense, ref
 
@@ -80,6 +97,10 @@ class World:
         ends = [(ended.number, ended.finish_reason) for turn in self.turns for ended in turn.ended]
         assert len(ends) == len(dict(ends)), f"a request ended twice: {ends}"
         return dict(ends)
+
+    def done(self) -> dict[int, str]:
+        """Changes that were answered, and the kind of their error."""
+        return {done.number: done.kind for turn in self.turns for done in turn.done}
 
     @property
     def stats(self) -> EngineStats:
@@ -224,3 +245,144 @@ def test_stop_ends_the_loop() -> None:
     world.command(Add(1, "a", P(9, 1), GREEDY), Stop())
     world.loop.run()
     assert world.turns == []
+
+
+# ---- changes between steps ---------------------------------------------------------------------------------------------
+
+
+def loading(world: World, monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[int], None]) -> UpdateWeights:
+    """A command whose tensors are those of dense(2); `meanwhile` is told the number of each before it is read."""
+    others = world.loop._changes._tensors
+
+    def tensors_of(command: UpdateWeights) -> Iterator[Any]:
+        if command.number != 9:
+            yield from others(command)
+            return
+        for n, pair in enumerate(tensors(dense(2))):
+            meanwhile(n)
+            yield pair
+
+    monkeypatch.setattr(world.loop._changes, "_tensors", tensors_of)
+    return UpdateWeights(9, "", [], "second")
+
+
+def test_commands_that_come_while_weights_are_loaded_wait_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+
+    def meanwhile(n: int) -> None:
+        if n == 1:
+            world.command(Add(2, "b", P(9, 2), GREEDY), Abort(1), Sleep(10))
+        if n == 2:
+            world.command(Add(3, "a", P(9, 3), GREEDY), WakeUp(11), UpdateWeights(12, "/nowhere/at/all"))
+
+    world.command(Add(1, "a", P(9, 1), GREEDY | {"max_tokens": 50}))
+    world.turn(3)
+    world.command(loading(world, monkeypatch, meanwhile))
+    world.turn()
+    monkeypatch.undo()
+    world.finish()
+    assert list(world.done().items()) == [(9, ""), (10, ""), (11, ""), (12, "CheckpointError")]
+    assert world.ends() == {1: "abort", 2: "length", 3: "length"}
+    second = [list(ref(dense(2), P(9, n), SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)).token_ids) for n in (2, 3)]
+    assert [world.tokens(2), world.tokens(3)] == second
+    assert world.stats.weight_version == "second"
+
+
+def test_the_loop_speaks_while_it_loads_and_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    monkeypatch.setattr(engine_process, "QUIET_SECONDS", 0.0)
+    world.command(loading(world, monkeypatch, lambda n: None))
+    world.turn()
+    loaded = [turn.stats.loaded_tensors for turn in world.turns]
+    assert loaded == [*range(len(loaded) - 1), len(list(tensors(dense(2))))]
+    assert len(loaded) > 5
+    assert {turn.stats.weights_problem for turn in world.turns} == {""}, "a mixture on the way is no problem"
+    assert world.done() == {9: ""}
+
+
+def test_stop_ends_the_loop_while_weights_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    seen: list[int] = []
+
+    def meanwhile(n: int) -> None:
+        seen.append(n)
+        if n == 2:
+            world.command(Abort(1), Stop())
+
+    world.command(loading(world, monkeypatch, meanwhile))
+    world.loop.run()
+    assert seen == [0, 1, 2]
+    assert world.done() == {}
+
+
+def test_a_halted_loop_neither_spins_nor_sleeps_through_a_deadline() -> None:
+    world = World()
+    world.command(Add(1, "a", P(9, 1), GREEDY), Sleep(7), Add(2, "b", P(9, 2), GREEDY))
+    world.turn(5)
+    assert (world.stats.sleeping, world.stats.steps) == (True, 0)
+    assert set(world.inbox.waits) == {HALTED_SECONDS}
+    world.command(UpdateWeights(8, dense(2).model), WakeUp(9))
+    world.finish()
+    assert world.done() == {7: "", 8: "", 9: ""}
+    assert world.ends() == {1: "length", 2: "length"}
+    assert not world.stats.sleeping
+
+
+def test_with_half_an_update_nothing_runs_and_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    world.command(Add(1, "a", P(9, 1), GREEDY | {"max_tokens": 8}), Add(2, "b", P(9, 2), GREEDY))
+    world.turn(3)
+    monkeypatch.setattr(world.loop._changes, "_tensors", lambda command: iter(list(tensors(dense(2)))[:3]))
+    world.command(UpdateWeights(9, "", []), Add(3, "c", P(9, 3), GREEDY), Abort(2))
+    world.turn(4)
+    assert world.done() == {9: "CheckpointError"}
+    assert world.ends() == {2: "abort"}
+    steps, problem = world.stats.steps, world.stats.weights_problem
+    assert problem.startswith("the weights are a mixture, since the last update_weights failed (CheckpointError: ")
+    refused = [item for turn in world.turns for item in turn.refused]
+    assert [(item.number, item.kind, item.message) for item in refused] == [(3, "EngineError", problem)]
+    world.turn(3)
+    assert world.stats.steps == steps
+    monkeypatch.undo()
+    world.command(UpdateWeights(10, dense(1).model))
+    world.finish()
+    assert world.stats.weights_problem == ""
+    assert world.ends() == {1: "length", 2: "abort"}
+    assert world.tokens(1) == list(ref(dense(1), P(9, 1), SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)).token_ids)
+
+
+def test_what_the_engine_cannot_go_on_after_ends_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that is found to have failed when a change collects it."""
+    world = World()
+
+    def collect(ticket: Any) -> Any:
+        raise RuntimeError("planted")
+
+    world.command(Add(1, "a", P(9, 1), GREEDY))
+    world.turn()
+    monkeypatch.setattr(world.engine.runner, "collect", collect)
+    world.command(Sleep(5))
+    with pytest.raises(EngineError, match="planted"):
+        world.loop.run()
+    assert world.done() == {}
+
+
+def test_an_error_that_is_not_ours_is_shown_here_and_told_there(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    world = World()
+    world.command(Sleep(5))
+    world.turn()
+
+    def full(arena: Any) -> None:
+        raise MemoryError("planted")
+
+    monkeypatch.setattr("modelrunner.engine.restore_arena", full)
+    world.command(WakeUp(6))
+    world.turn()
+    assert world.done() == {5: "", 6: "MemoryError"}
+    assert "planted" in capsys.readouterr().err
+    monkeypatch.undo()
+    world.command(WakeUp(7), Add(1, "a", P(9, 1), GREEDY))
+    world.finish()
+    assert world.tokens(1) == want(P(9, 1))

@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from modelrunner import OutputKind, SamplingParams
+from modelrunner import LLM, OutputKind, SamplingParams
 from modelrunner.engine import EngineError
 from modelrunner.errors import CheckpointError, RequestError
-from modelrunner.testing import Driver, EngineProbe, P, Subject, assert_same, assert_tokens, dense, ref
+from modelrunner.testing import Driver, EngineProbe, P, Subject, assert_same, assert_tokens, dense, options, ref
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=0.9, seed=5, max_tokens=12, ignore_eos=True)
@@ -111,6 +111,25 @@ def test_llm_updates_weights() -> None:
     (output,) = llm.generate({"prompt_token_ids": P(20, 1)}, GREEDY)
     assert output.weight_version == "next"
     assert_same(dense(2), P(20, 1), GREEDY, output.outputs[0])
+
+
+def test_llm_takes_a_checkpoint_for_its_tensors(tmp_path: Path) -> None:
+    """A folder or a file, also in an engine that started without weights; only the tensors count."""
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes((Path(dense(2).model) / "model.safetensors").read_bytes())
+    llm = LLM(dense(1).model, plugins=dense(1).plugins, **options(), load_format="dummy")
+    for source in (tmp_path, str(tmp_path), weights, dense(2).model):
+        llm.update_weights(tensors(dense(1)))
+        llm.update_weights(source)
+        assert_same(dense(2), P(20, 1), GREEDY, llm.generate({"prompt_token_ids": P(20, 1)}, GREEDY)[0].outputs[0])
+    with pytest.raises(CheckpointError, match=r"model '\./nothing': no such file or folder"):
+        llm.update_weights("./nothing")
+    with pytest.raises(RequestError, match="tensors: got ''; accepted: pairs of a name and a tensor, or a checkpoint"):
+        llm.update_weights("")
+    weights.write_bytes(b"not tensors")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read"):
+        llm.update_weights(tmp_path)
+    assert_same(dense(2), P(20, 1), GREEDY, llm.generate({"prompt_token_ids": P(20, 1)}, GREEDY)[0].outputs[0])
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])

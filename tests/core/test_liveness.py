@@ -80,3 +80,37 @@ def test_the_wait_for_tokens_begins_with_the_first_open_request() -> None:
     assert liveness.problem(1) is None
     clock.now += 2.0
     assert liveness.problem(1) is not None
+
+
+def test_while_the_engine_sleeps_no_tokens_are_awaited() -> None:
+    clock = Clock()
+    liveness = Liveness(10.0, clock)
+    liveness.begin()
+    for _ in range(30):
+        clock.now += 1.0
+        liveness.hear(EngineStats(sleeping=True, turns=1))
+        assert liveness.problem(2) is None
+    clock.now += 10.1
+    assert liveness.problem(2) is not None, "it must go on to speak"
+    liveness.hear(EngineStats(sleeping=True))
+    liveness.hear(EngineStats())  # awake
+    clock.now += 9.9
+    assert liveness.problem(2) is None
+    liveness.hear(EngineStats())
+    clock.now += 0.2
+    assert liveness.problem(2) is not None
+
+
+def test_loading_new_weights_is_healthy_and_weights_that_cannot_be_used_are_not() -> None:
+    clock = Clock()
+    liveness = Liveness(10.0, clock)
+    liveness.begin()
+    for loaded in range(1, 9):
+        clock.now += 5.0
+        liveness.hear(EngineStats(loaded_tensors=loaded))
+        assert liveness.problem(1) is None
+    for num_open in (0, 1):
+        liveness.hear(EngineStats(loaded_tensors=8, weights_problem="the weights are a mixture"))
+        assert liveness.problem(num_open) == "the weights are a mixture"
+    liveness.hear(EngineStats(loaded_tensors=9))
+    assert liveness.problem(1) is None

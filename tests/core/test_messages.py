@@ -12,6 +12,7 @@ from modelrunner.messages import (
     Abort,
     Add,
     Command,
+    Done,
     Ended,
     EngineStats,
     Facts,
@@ -21,8 +22,12 @@ from modelrunner.messages import (
     Ready,
     Refused,
     Report,
+    Sleep,
     Stop,
+    TensorEntry,
     Turn,
+    UpdateWeights,
+    WakeUp,
     decode_command,
     decode_report,
     encode,
@@ -33,6 +38,10 @@ COMMANDS: list[Command] = [
     Add(3, "a", [1, 2, 2**31 - 1], {"temperature": 0.5, "seed": -(2**63), "stop_token_ids": [1]}, -5, 12.5, "salt"),
     Abort(3),
     Abort(3, "stop"),
+    UpdateWeights(4, "/proc/1/fd/2", [TensorEntry("a.b", "bfloat16", [2, 3], 64), TensorEntry("c", "float32", [], 128)], "v2"),
+    UpdateWeights(5, "some/model"),
+    Sleep(6),
+    WakeUp(7),
     Stop(),
 ]
 REPORTS: list[Report] = [
@@ -49,7 +58,9 @@ REPORTS: list[Report] = [
         [Ended(7, "stop", "text"), Ended(3, "stop", 4), Ended(1, "length", None)],
         [Refused(8, "RequestError", "no")],
         [{}, {}],
+        [Done(4), Done(5, "CheckpointError", "why")],
     ),
+    Turn(EngineStats(sleeping=True, weight_version="v2", weights_problem="a mixture", loaded_tensors=9)),
 ]
 
 
@@ -95,9 +106,9 @@ def test_messages_do_not_share_their_lists() -> None:
     assert second.tokens == []
 
 
-def test_progress_is_tokens_or_ends_but_not_turns() -> None:
+def test_progress_is_tokens_ends_or_new_weights_but_not_turns() -> None:
     base = EngineStats(computed_tokens=5, generated_tokens=2, finished={"stop": 1})
     still = msgspec.structs.replace(base, turns=9, steps=9, running=3, preemptions=2)
     assert still.progress == base.progress
-    for change in ({"computed_tokens": 6}, {"generated_tokens": 3}, {"finished": {"stop": 1, "abort": 1}}):
+    for change in ({"computed_tokens": 6}, {"generated_tokens": 3}, {"finished": {"stop": 1, "abort": 1}}, {"loaded_tensors": 1}):
         assert msgspec.structs.replace(base, **change).progress != base.progress

@@ -17,7 +17,7 @@ import pytest
 from modelrunner import cli
 from modelrunner.plugins.commands.new_plugin import KINDS
 
-NAMES = {"model-state": "night-orchid", "observer": "tally"}
+NAMES = {"model-state": "night-orchid", "observer": "tally", "tap": "soft-nudge"}
 
 
 def python(executable: Path | str, *arguments: str, cwd: Path) -> str:
@@ -49,10 +49,8 @@ def fresh(packages: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
     executable = folder / "bin" / "python"
     pip = ("-m", "pip", "--python", str(executable), "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index")
     python(sys.executable, *pip, *map(str, packages.values()), cwd=folder)
-    assert {path.name for path in site.glob("modelrunner_*.dist-info")} == {
-        "modelrunner_night_orchid-0.1.0.dist-info",
-        "modelrunner_tally-0.1.0.dist-info",
-    }
+    installed = {path.name for path in site.glob("modelrunner_*.dist-info")}
+    assert installed == {f"modelrunner_{name.replace('-', '_')}-0.1.0.dist-info" for name in NAMES.values()}
     return executable
 
 
@@ -63,10 +61,7 @@ def test_every_kind_is_tried() -> None:
 def test_installed_and_listed(fresh: Path, tmp_path: Path) -> None:
     listed = json.loads(python(fresh, "-P", "-m", "modelrunner.cli", "plugins", "--json", cwd=tmp_path))
     found = {info["entry_point"]: info for info in listed if not info["name"].startswith("modelrunner:")}
-    assert {name: (info["state"], info["error"]) for name, info in found.items()} == {
-        "night-orchid": ("loaded", ""),
-        "tally": ("loaded", ""),
-    }
+    assert {name: (info["state"], info["error"]) for name, info in found.items()} == dict.fromkeys(NAMES.values(), ("loaded", ""))
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
@@ -78,7 +73,8 @@ def test_passes_its_own_tests(fresh: Path, packages: dict[str, Path], kind: str)
 
 
 def test_the_model_wins_and_runs(fresh: Path, tmp_path: Path) -> None:
-    """Chosen for a checkpoint by its architecture, and run there with random weights; the observer speaks when it is asked to."""
+    """Chosen for a checkpoint by its architecture, and run there with random weights; the observer speaks when it is asked to, and the
+    taps, too, act on a request that asks."""
     sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = {"architectures": ["NightOrchidForCausalLM"], "max_position_embeddings": 64, **sizes}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -86,14 +82,17 @@ def test_the_model_wins_and_runs(fresh: Path, tmp_path: Path) -> None:
         [
             "from modelrunner import LLM, SamplingParams",
             "llm = LLM('.', load_format='dummy', skip_tokenizer_init=True, cache={'num_pages': 32}, plugin={'tally': {'interval': 60}})",
-            "(out,) = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=5, temperature=0, ignore_eos=True))",
+            "asked = {'soft_nudge': [1.0] * 32, 'soft_nudge_read': True}",
+            "(out,) = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=5, temperature=0, ignore_eos=True, extra_args=asked))",
             "print(len(out.outputs[0].token_ids), type(llm.engine.assembly.state).__name__)",
+            "print(out.outputs[0].extra['soft_nudge_read'].shape)",
             "llm.close()",
         ]
     )
     out = python(fresh, "-P", "-c", run, cwd=tmp_path)
     assert "5 NightOrchidState" in out
     assert "tally: " in out
+    assert "(5, 32)" in out
 
 
 @pytest.mark.parametrize("kind", list(KINDS))

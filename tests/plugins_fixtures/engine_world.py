@@ -8,14 +8,17 @@ from __future__ import annotations
 import asyncio
 import time
 import warnings
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import psutil
 
 from modelrunner import AsyncLLM, RequestOutput, SamplingParams, hookimpl
 from modelrunner.testing import Subject, dense, options
+
+if TYPE_CHECKING:
+    import torch
 
 T = TypeVar("T")
 PATIENCE = 240.0  # seconds: no limit of the code, only what a test waits before it gives up, on the slowest of machines
@@ -28,6 +31,15 @@ def start(subject: Subject | None = None, plugins: tuple[object, ...] = (), stal
         warnings.filterwarnings("ignore", message=".*max_model_len.*")
         settings = options(**short) | {"process": {"stall_limit": stall_limit}}
         return AsyncLLM(subject.model, plugins=[*subject.plugins, *plugins], **settings)
+
+
+def tensors(subject: Subject) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of the subject's checkpoint."""
+    from safetensors import safe_open
+
+    with safe_open(Path(subject.model) / "model.safetensors", "pt") as file:  # type: ignore[no-untyped-call]
+        for name in file.keys():  # noqa: SIM118
+            yield name, file.get_tensor(name)
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
@@ -73,7 +85,7 @@ class Tamper:
     """A plugin that changes an engine in its process, by files in a folder, which the test makes and removes.
 
     `stall`: no step is planned. `slow`: a step takes 0.3 seconds more. `launch`: the next launch raises, once. `collect`: the next
-    collect raises.
+    collect raises. `load`: a tensor of new weights takes 0.1 seconds more.
     """
 
     MODELRUNNER_API = ">=1,<2"
@@ -93,9 +105,11 @@ class Tamper:
     @hookimpl
     def device(self, settings: Any) -> None:
         """Asked in the engine process only."""
+        from modelrunner import weights
         from modelrunner.runner import Runner
         from modelrunner.scheduler import Scheduler
 
+        store = weights.store
         plan, launch, collect = Scheduler.plan, Runner.launch, Runner.collect
 
         def tampered_plan(scheduler: Any, *arguments: Any, **named: Any) -> Any:
@@ -114,6 +128,12 @@ class Tamper:
                 raise RuntimeError("planted in collect")
             return collect(runner, *arguments)
 
+        def tampered_store(*arguments: Any) -> None:
+            if "load" in self:
+                time.sleep(0.1)
+            store(*arguments)
+
+        weights.store = tampered_store
         Scheduler.plan, Runner.launch, Runner.collect = tampered_plan, tampered_launch, tampered_collect  # type: ignore[method-assign]
 
 

@@ -1,0 +1,39 @@
+"""Conversations: from messages to token ids, by the tokenizer's chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from modelrunner.errors import RequestError
+from modelrunner.text import Tokenizer
+
+Message = Mapping[str, Any]
+
+
+def chat_tokenizer(tokenizer: Tokenizer | None) -> Tokenizer:
+    """`tokenizer`. Raises RequestError when there is none."""
+    if tokenizer is None:
+        raise RequestError("messages: a chat needs a tokenizer, and skip_tokenizer_init is set; accepted: generate with token ids")
+    return tokenizer
+
+
+def conversations(messages: object) -> list[Any]:
+    """The conversations of a call: a list of mappings is one, a list of anything else is several. Raises RequestError for no list."""
+    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
+        raise RequestError(f"messages: got a {type(messages).__name__}; accepted: a list of mappings with 'role' and 'content'")
+    return [messages] if not messages or isinstance(messages[0], Mapping) else list(messages)
+
+
+def one_conversation(messages: object) -> Any:
+    """`messages`, if they are one conversation; else RequestError."""
+    found = conversations(messages)
+    if len(found) != 1 or found[0] is not messages:
+        raise RequestError(f"messages: got {len(found)} conversations; accepted: one, a list of mappings with 'role' and 'content'")
+    return messages
+
+
+def num_characters(conversation: Sequence[Any]) -> int:
+    """Characters of the textual contents, whatever else there is."""
+    contents = (message.get("content") for message in conversation if isinstance(message, Mapping))
+    return sum(len(content) for content in contents if isinstance(content, str))
