@@ -298,6 +298,8 @@ class Runner:
         hidden = state.forward(hidden, positions, attention, self.caches, tap)
         if self.warming_up:
             self._require("forward", hidden, batch.num_tokens, self.parts.needs.hidden_size)
+        if batch.num_tokens == batch.num_rows == batch.num_decode:
+            return hidden  # a row's only token is the one that it samples from
         return hidden.index_select(0, batch.sample_index)
 
     def _tail(self, batch: Batch, hidden: torch.Tensor) -> None:

@@ -160,3 +160,38 @@ def finish_step(ops: Ops) -> Function:
         return finish
 
     return chain
+
+
+def greedy_rows(ops: Ops) -> Function:
+    """`greedy_rows(logits, samples) -> tokens, counts, ok`: `greedy`, and how many tokens count: 1 for a row that samples and is ok.
+
+    logits: [N, V]. samples: [N] bool. Returns tokens [N] int64, counts [N] int32, ok [N] bool.
+    """
+
+    def chain(logits: torch.Tensor, samples: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        tokens, ok = ops.greedy(logits)
+        return tokens, (samples & ok).int(), ok
+
+    return chain
+
+
+def sample_rows(ops: Ops) -> Function:
+    """`sample_rows(logits, rows, samples, computed, query_len, columns...) -> tokens, counts, ok`: `sample` with rows' values gathered.
+
+    logits: [N, V]. rows, computed, query_len: [N] int32. samples: [N] bool. The columns are arguments of `sample` for each row of the
+    request table, [R]; a filter may be None. Returns as `greedy_rows` does.
+    """
+
+    def chain(
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        samples: torch.Tensor,
+        computed: torch.Tensor,
+        query_len: torch.Tensor,
+        **columns: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        given = {name: None if column is None else column.index_select(0, rows) for name, column in columns.items()}
+        tokens, ok = ops.sample(logits, position=computed + query_len, **given)
+        return tokens, (samples & ok).int(), ok
+
+    return chain

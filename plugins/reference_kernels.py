@@ -48,3 +48,5 @@ def kernels(register: Register, device: Device) -> None:
     gathers = ("gather_rows", "gather_tokens", "gather_block_table", "slot_mapping")
     register.fusion("gather_step", gathers, fusions.gather_step)
     register.fusion("finish_step", ("update_state", "write_record"), fusions.finish_step)
+    register.fusion("greedy_rows", ("greedy",), fusions.greedy_rows)
+    register.fusion("sample_rows", ("sample",), fusions.sample_rows)

@@ -77,14 +77,12 @@ class Sampler:
             if stage.feature == Feature.GREEDY or stage.feature & features:
                 logits = stage.edit(logits, batch)
         if features & Feature.PLAIN:
-            given = {name: self._gather(name, feature, batch) for name, feature in self._inputs.items()}
-            tokens, ok = self.ops.sample(logits, position=batch.computed + batch.query_len, **given)
+            columns = {name: self._column(name, feature, batch) for name, feature in self._inputs.items()}
+            tokens, counts, ok = self.ops.sample_rows(logits, batch.rows, batch.samples, batch.computed, batch.query_len, **columns)
         else:
-            tokens, ok = self.ops.greedy(logits)
-        return tokens.unsqueeze(1), (batch.samples & ok).to(torch.int32), ok
+            tokens, counts, ok = self.ops.greedy_rows(logits, batch.samples)
+        return tokens.unsqueeze(1), counts, ok
 
-    def _gather(self, name: str, feature: Feature, batch: Batch) -> torch.Tensor | None:
-        """The column `name` for the step's rows [N]; None if its stage is not asked for."""
-        if feature != Feature.GREEDY and not feature & batch.features:
-            return None
-        return batch.columns[name].index_select(0, batch.rows)
+    def _column(self, name: str, feature: Feature, batch: Batch) -> torch.Tensor | None:
+        """The column `name`; None if its stage is not asked for."""
+        return batch.columns[name] if feature == Feature.GREEDY or feature & batch.features else None

@@ -6,12 +6,18 @@ from collections.abc import Callable
 from typing import Any
 
 from modelrunner.kernels.builds import Build
-from modelrunner.kernels.sampling.launch import LIST, TILE, WIDE, greedy, sample
+from modelrunner.kernels.sampling.launch import LIST, TILE, WIDE, greedy, greedy_rows, sample, sample_rows
 from modelrunner.kernels.sampling.noise import _gumbel_noise, gumbel_noise
 from modelrunner.kernels.sampling.scan import CHUNK, GROUP, _scan
 from modelrunner.kernels.sampling.settle import _confirm, _settle, _weigh
 
-OVERRIDES: dict[str, Callable[..., Any]] = {"greedy": greedy, "sample": sample, "gumbel_noise": gumbel_noise}
+OVERRIDES: dict[str, Callable[..., Any]] = {
+    "greedy": greedy,
+    "sample": sample,
+    "gumbel_noise": gumbel_noise,
+    "greedy_rows": greedy_rows,
+    "sample_rows": sample_rows,
+}
 
 TYPES = {
     **dict.fromkeys(("stride", "vocab", "chunks", "segments", "parts"), "i32"),
@@ -24,16 +30,25 @@ FILTERED = ("top_k", "group_peaks", "scratch")
 DRAWN = ("rows", "temperature", "top_p", "min_p", "seed", "position", "more", "choice", "state")
 
 
-def _build(kernel: Any, dtype: str, absent: tuple[str, ...] = (), warps: int = 4, **constants: Any) -> Build:
+def _build(kernel: Any, dtype: str, absent: tuple[str, ...] = (), warps: int = 4, spill: int = 0, **constants: Any) -> Build:
     """absent: arguments that are None."""
     missing = {name: None for name in absent if name in kernel.arg_names}
-    return Build(kernel, {"logits": dtype, **TYPES}, {**missing, **constants, "PDL": True}, num_warps=warps, divisible=("stride", "vocab"))
+    return Build(
+        kernel,
+        {"logits": dtype, **TYPES},
+        {**missing, **constants, "PDL": True},
+        num_warps=warps,
+        max_spill_bytes=spill,
+        divisible=("stride", "vocab"),
+    )
 
 
 def _settle_build(dtype: str, absent: tuple[str, ...], noise: bool = True) -> Build:
     short = {"GROUP": GROUP, "GROUPS": 2048, "TILE": TILE // (4 if dtype == "*fp32" else 2), "LIST": LIST, "WIDE": WIDE}
     warps = 4 if "top_k" in absent else 8
-    return _build(_settle, dtype, absent, warps, CHUNK=CHUNK, PLACES=256, **short, NOISE=noise)
+    # For float32 some versions of the assembler keep a few words of the paths seldom taken in memory.
+    spill = 32 if dtype == "*fp32" else 0
+    return _build(_settle, dtype, absent, warps, spill, CHUNK=CHUNK, PLACES=256, **short, NOISE=noise)
 
 
 def _scan_build(dtype: str, absent: tuple[str, ...], tile: int, steps: int, noise: bool = True) -> Build:

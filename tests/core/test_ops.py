@@ -185,9 +185,11 @@ def test_the_built_in_operations_resolve_and_run() -> None:
         "add_rms_norm",
         "finish_step",
         "gather_step",
+        "greedy_rows",
         "matmul_add",
         "norm_gated_matmul",
         "norm_matmul",
         "qkv_rope_write",
+        "sample_rows",
     ]
     assert {reason for name, reason in reasons.items() if name not in chains} == {"reference of modelrunner:reference_kernels"}
