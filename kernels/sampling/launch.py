@@ -108,7 +108,8 @@ def sample(
     """See `reference.sample`: two launches, four with top_p. One read of the logits, one more for rows with top-p but no small top-k."""
     if uniforms is not None:
         return reference.sample(logits, temperature, top_k, top_p, min_p, seed, position, choice, uniforms)
-    return _run(logits, Columns(temperature, top_k, top_p, min_p, seed, choice, position), None)[:2]
+    given = (temperature, top_k, top_p, min_p, seed, choice, position)
+    return _run(logits, Columns(*(None if t is None else t.contiguous() for t in given)), None)[:2]  # type: ignore[arg-type]
 
 
 def greedy_rows(logits: torch.Tensor, samples: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

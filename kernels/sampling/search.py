@@ -28,6 +28,11 @@ def bits_of(distance):
 
 
 @triton.jit
+def distance_from(bits):
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def mass_of(distance):
     return (exact_exp(-distance) * MASS_UNIT).to(tl.int64)
 
@@ -95,7 +100,7 @@ def kth_of_row(logits, vocab, best, heat, k, WIDE: tl.constexpr):
         enough = count_row(logits, vocab, best, heat, middle, WIDE) >= k
         high = tl.where(enough, middle, high)
         low = tl.where(enough, low, middle + 1)
-    return low.to(tl.float32, bitcast=True)
+    return distance_from(low)
 
 
 @triton.jit
@@ -177,11 +182,11 @@ def draw_from_list(logits, ids, listed, best, heat, cut, limit, k, p, seed, posi
     """Top-k, top-p and the draw among listed tokens. cut: of min-p. limit: bits of the largest distance in the list."""
     distance = distance_of(tl.load(logits + ids, mask=listed, other=-INF).to(tl.float32), best, heat)
     bits = bits_of(distance)
-    cut = tl.minimum(cut, cut_of(bits, tl.where(listed, 1, 0), k, limit).to(tl.float32, bitcast=True))
+    cut = tl.minimum(cut, distance_from(cut_of(bits, tl.where(listed, 1, 0), k, limit)))
     if p < 1.0:
         mass = tl.where(distance <= cut, mass_of(distance), 0)
         wanted = wanted_mass(tl.sum(mass, 0), p)
-        cut = tl.minimum(cut, cut_of(bits, mass, wanted, limit).to(tl.float32, bitcast=True))
+        cut = tl.minimum(cut, distance_from(cut_of(bits, mass, wanted, limit)))
     words = random_words_of(seed, position, choice, PURPOSE, ids)
     noisy = tl.where(listed & (distance <= cut), gumbel(words) - distance, -INF)
     return tl.min(tl.where(listed & (noisy == tl.max(noisy, 0)), ids, NOWHERE), 0)
