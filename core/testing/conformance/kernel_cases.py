@@ -103,6 +103,24 @@ def int8_matmul(ops: Any, draw: Draw, rows: int, inner: int, outer: int) -> Any:
     return ops.int8_matmul(draw.noise(rows, inner), weight, draw.uniform(outer) / (127 * inner**0.5))
 
 
+def norm_matmul(ops: Any, draw: Draw, rows: int, inner: int, outer: int) -> Any:
+    x, weight = draw.noise(rows, 2 * inner)[:, inner:], draw.noise(outer, inner) / inner**0.5
+    kept = x.clone()
+    return ops.norm_matmul(x, 1 + draw.noise(inner) / 4, 1e-5, weight), x - kept
+
+
+def matmul_add(ops: Any, draw: Draw, rows: int, inner: int, outer: int) -> Any:
+    x, weight, residual = draw.noise(rows, 2 * inner)[:, :inner], draw.noise(outer, inner) / inner**0.5, draw.noise(rows, outer)
+    kept = x.clone(), residual.clone()
+    return ops.matmul_add(x, weight, residual), x - kept[0], residual - kept[1]
+
+
+def norm_gated_matmul(ops: Any, draw: Draw, rows: int, inner: int, outer: int) -> Any:
+    x, weight, norm = draw.noise(rows, inner), draw.noise(2 * outer, inner) / inner**0.5, 1 + draw.noise(inner) / 4
+    kept = x.clone()
+    return [ops.norm_gated_matmul(x, norm, 1e-6, weight, name) for name in ("silu_mul", "gelu_tanh_mul")], x - kept
+
+
 # ---- sampling ----------------------------------------------------------------------------------------------------------
 
 
@@ -133,6 +151,31 @@ def sample(ops: Any, draw: Draw, rows: int, vocab: int, filtered: bool) -> Any:
     return tokens[ok], ok, (tokens >= 0).all() & (tokens < vocab).all()
 
 
+def greedy_rows(ops: Any, draw: Draw, rows: int, vocab: int) -> Any:
+    """`greedy`, and counts for rows of which some do not sample and some are not ok."""
+    given, samples = logits(draw, rows, vocab), draw.uniform(rows) > 0.3
+    tokens, counts, ok = ops.greedy_rows(given, samples)
+    return tokens[ok], counts, ok, (tokens >= 0).all() & (tokens < vocab).all()
+
+
+def sample_rows(ops: Any, draw: Draw, rows: int, vocab: int, filtered: bool) -> Any:
+    """`sample` with the values of its rows in columns of a longer table, in another order; a row's position is in two parts."""
+    lines = rows + 3
+    own = torch.randperm(lines, generator=draw.generator)[:rows].to(draw.device, torch.int32)
+    columns: dict[str, torch.Tensor | None] = {
+        "temperature": draw.uniform(lines) * 1.5 * (draw.uniform(lines) > 0.2),
+        "top_k": draw.integers(0, vocab, lines, dtype=torch.int32) if filtered else None,
+        "top_p": draw.uniform(lines) * 0.98 + 0.02 if filtered else None,
+        "min_p": draw.uniform(lines) * 0.2 if filtered else None,
+        "seed": draw.integers(-(2**62), 2**62, lines),
+        "choice": draw.integers(0, 9, lines, dtype=torch.int32),
+    }
+    samples, computed = draw.uniform(rows) > 0.3, draw.integers(0, 9999, rows, dtype=torch.int32)
+    query_len = draw.integers(0, 5, rows, dtype=torch.int32)
+    tokens, counts, ok = ops.sample_rows(logits(draw, rows, vocab), own, samples, computed, query_len, **columns)
+    return tokens[ok], counts, ok, (tokens >= 0).all() & (tokens < vocab).all()
+
+
 def gumbel_noise(ops: Any, draw: Draw, rows: int, vocab: int) -> Any:
     seed, position, choice = draw.integers(-(2**62), 2**62, rows), draw.integers(0, 9999, rows), draw.integers(0, 9, rows)
     return ops.gumbel_noise(seed, position, choice, 1, vocab)
@@ -140,6 +183,8 @@ def gumbel_noise(ops: Any, draw: Draw, rows: int, vocab: int) -> Any:
 
 PAIRS = ((1, 1), (5, 63), (2, 500), (3, 1000))
 PRODUCTS = ((1, 1, 1), (3, 63, 7), (17, 64, 500), (40, 1000, 33))
+VOCABULARIES = ((1, 5), (7, 331), (4, 5000))
+DRAWS = ((1, 5, True), (9, 331, False), (9, 331, True), (5, 5000, True))
 CASES: dict[str, tuple[Case, Sequence[tuple[Any, ...]]]] = {
     "silu_mul": (silu_mul, ((1, 2), (5, 126), (2, 3, 1000))),
     "gelu_tanh_mul": (gelu_tanh_mul, ((1, 2), (5, 126), (2, 3, 1000))),
@@ -149,8 +194,13 @@ CASES: dict[str, tuple[Case, Sequence[tuple[Any, ...]]]] = {
     "embedding": (embedding, ((1,), (63,), (500,))),
     "matmul": (matmul, PRODUCTS),
     "int8_matmul": (int8_matmul, PRODUCTS),
-    "greedy": (greedy, ((1, 5), (7, 331), (4, 5000))),
-    "sample": (sample, ((1, 5, True), (9, 331, False), (9, 331, True), (5, 5000, True))),
+    "norm_matmul": (norm_matmul, PRODUCTS),
+    "matmul_add": (matmul_add, PRODUCTS),
+    "norm_gated_matmul": (norm_gated_matmul, PRODUCTS),
+    "greedy": (greedy, VOCABULARIES),
+    "greedy_rows": (greedy_rows, VOCABULARIES),
+    "sample": (sample, DRAWS),
+    "sample_rows": (sample_rows, DRAWS),
     "gumbel_noise": (gumbel_noise, ((1, 1), (7, 331))),
     **STEP_CASES,
 }

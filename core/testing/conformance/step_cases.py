@@ -272,6 +272,17 @@ def indexed_attention(ops: Any, draw: Draw, size: Size) -> Any:
     return made.compared(ops.indexed_attention(made.q, made.cache, index, scale=0.3, softcap=size.softcap))
 
 
+def qkv_rope_write(ops: Any, draw: Draw, size: Size, rotary: int, normed: bool) -> Any:
+    """Queries, keys and values in one tensor; the cache with what was written into it."""
+    made = Paged(draw, size)
+    index = ops.attention_index(made.cache, *made.arguments(), made.slots, num_heads=HEADS, **made.limits(), dtype=draw.dtype)
+    angle = draw.uniform(made.step.num_tokens, rotary // 2) * 7
+    norms = (1 + draw.noise(DIM) / 4, 1 + draw.noise(DIM) / 4) if normed else (None, None)
+    cos_sin, kept = torch.cat((angle.cos(), angle.sin()), 1), made.fused.clone()
+    q = ops.qkv_rope_write(made.fused, HEADS, KV_HEADS, *norms, 1e-5, cos_sin, made.cache, made.slots, index)
+    return *made.compared(q), made.fused - kept
+
+
 def write_cache(ops: Any, draw: Draw, size: Size) -> Any:
     made = Paged(draw, size)
     ops.write_cache(made.cache, made.k, made.v, made.slots)
@@ -280,6 +291,7 @@ def write_cache(ops: Any, draw: Draw, size: Size) -> Any:
 
 STEPS = tuple((size,) for size in SIZES)
 DRAFTS = tuple((size, draft) for size in SIZES[1:4] for draft in (0, 3))
+ROTATIONS = tuple((size, rotary, normed) for size in SIZES[::2] for rotary, normed in ((DIM, True), (8, False)))
 STEP_CASES: dict[str, tuple[Any, Any]] = {
     "apply_patch": (apply_patch, ((0,), (1,), (63,), (500,))),
     "update_state": (update_state, DRAFTS),
@@ -295,4 +307,5 @@ STEP_CASES: dict[str, tuple[Any, Any]] = {
     "attention_index": (indexed_attention, STEPS),
     "indexed_write": (indexed_attention, STEPS),
     "indexed_attention": (indexed_attention, STEPS),
+    "qkv_rope_write": (qkv_rope_write, ROTATIONS),
 }
