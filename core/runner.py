@@ -169,7 +169,7 @@ class Runner:
         words = self.packer.pack(plan, shape, self.scratch_row, _int32(self.plans[entry]))
         key, taps = self.graphs.key(plan, shape.num_rows), None
         if key is not None:
-            compute = partial(self.graphs.run, key)
+            compute: Callable[[], None] = partial(self.graphs.run, key)
         else:
             taps = self.parts.taps.active(plan.features)
             compute = self._computation(plan, shape, taps)

@@ -85,9 +85,9 @@ def qkv_rope_write(ops: Ops) -> Function:
         q, k, v = (part.unflatten(-1, (-1, dim)) for part in qkv.split(sizes, -1))
         if q_norm is not None:
             q, k = ops.rms_norm(q, q_norm, eps), ops.rms_norm(k, k_norm, eps)
-        q, k = ops.apply_rope(q, k, None, cos_sin)
-        ops.indexed_write(cache, k, v, index)
-        return q
+        rotated: tuple[torch.Tensor, torch.Tensor] = ops.apply_rope(q, k, None, cos_sin)
+        ops.indexed_write(cache, rotated[1], v, index)
+        return rotated[0]
 
     return chain
 

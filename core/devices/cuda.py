@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -64,7 +64,8 @@ class CudaDevice(Device):
                 graph.capture_end()
             raise
         graph.capture_end()
-        return cast(Callable[[], None], graph.replay)
+        replay: Callable[[], None] = graph.replay
+        return replay
 
     def download(self, source: Callable[[], torch.Tensor], target: PinnedBuffer) -> Event:
         self.side.wait_stream(self.compute)
