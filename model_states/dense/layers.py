@@ -57,8 +57,9 @@ class DenseModel(nn.Module):
     def forward(self, hidden: torch.Tensor, positions: torch.Tensor, attention: Mapping[str, BoundAttention], tap: Tap) -> torch.Tensor:
         """hidden: [T, H] embeddings. Returns [T, H], normalised."""
         cos_sin = self.cos_sin.index_select(0, positions)
-        total: torch.Tensor = tap("layer.0", hidden)
+        total = tap("layer.0", hidden)
         for index, layer in enumerate(self.stack):
             total = layer.attention.residual(total, layer.attention_norm, cos_sin, attention)
             total = tap(f"layer.{index + 1}", layer.mlp.residual(total, layer.mlp_norm))
-        return self.norm(total)
+        normed: torch.Tensor = self.norm(total)
+        return normed
