@@ -61,6 +61,10 @@ class Device(ABC):
         contents that the same memory has by then. Whatever `work` allocates comes from a pool that all graphs share."""
         raise NotImplementedError(f"device {self.name!r} captures no graphs")
 
+    def forget_graphs(self) -> None:
+        """All results of `capture` are gone; later ones share a new pool."""
+        return None
+
     @abstractmethod
     def download(self, source: Callable[[], torch.Tensor], target: PinnedBuffer) -> Event:
         """Enqueue on the side stream, after all work launched so far: copy `source()` (any dtype, contiguous) to the start of `target`."""

@@ -101,6 +101,7 @@ class StepGraphs:
     def forget(self) -> None:
         """Drop all graphs, e.g. because memory that they name has moved. They are captured again as they are used."""
         self._replays.clear()
+        self.device.forget_graphs()
 
     def capture_all(self, stage: Callable[[Key], None], progress: Callable[[Sequence[Key]], Sequence[Key]]) -> GraphReport:
         """Capture every bucket with each of `KINDS`, from large to small, so that they share one pool of memory.

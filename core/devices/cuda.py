@@ -67,6 +67,9 @@ class CudaDevice(Device):
         replay: Callable[[], None] = graph.replay
         return replay
 
+    def forget_graphs(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()  # torch ends a pool with its last graph
+
     def download(self, source: Callable[[], torch.Tensor], target: PinnedBuffer) -> Event:
         self.side.wait_stream(self.compute)
         with torch.cuda.stream(self.side):

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-GEMV_ROWS = 4  # beyond, tensor cores
-TILE_ROWS = 64  # beyond, the vendor's library
+GEMV_ROWS = 2  # beyond, tensor cores
+TILE_ROWS = 128  # beyond, the vendor's library
 PROGRAMS = 128  # that keep the GPU busy
+LARGE = 2**24  # weights from which on the vendor's library reads them as fast, but for tall products of few outputs
+HEAD = 2**16  # outputs of a product that is the model's head
 
 
 @dataclass(frozen=True)
@@ -49,14 +51,25 @@ def plan(rows: int, outputs: int, inner: int, bits: int, gated: bool, norm: bool
     if inner % 16 or outputs < 16:
         return None
     if rows <= GEMV_ROWS:
-        return _gemv(inner, gated)
+        return _gemv(rows, outputs, inner, gated)
     if rows > TILE_ROWS or bits != 16:
         return None
-    return _tiles(rows, outputs, inner, gated, norm and not half)
+    if outputs * inner * (2 if gated else 1) >= LARGE:
+        return None if norm else _large(rows, outputs, inner)
+    if norm and rows > 32:
+        return None
+    return _small(rows, outputs, inner, gated, norm, norm and not half)
 
 
-def _gemv(inner: int, gated: bool) -> Gemv | None:
-    bn = 2 if gated else 4
+def _gemv(rows: int, outputs: int, inner: int, gated: bool) -> Gemv | None:
+    if gated:
+        if inner <= 1024:
+            return Gemv(2, 256, 1) if rows == 1 else Gemv(4, 512, 2)
+        bn = 2
+    elif rows > 1 and inner <= 4096:
+        return Gemv(4, 256, 1) if inner <= 1024 else Gemv(2, 512, 2)
+    else:
+        bn = 4
     if inner <= 768:
         return Gemv(bn, 256, 1)
     if inner <= 4096:
@@ -64,14 +77,41 @@ def _gemv(inner: int, gated: bool) -> Gemv | None:
     return Gemv(max(1, bn // 2), 2048, 8) if inner <= 16384 else None
 
 
-def _tiles(rows: int, outputs: int, inner: int, gated: bool, fused_norm: bool) -> Tiles:
-    bt = max(16, 1 << (rows - 1).bit_length())
-    parts = 2 if gated else 1
-    if outputs * inner * parts >= 2**26:  # much more than the GPU's multiprocessors hold
-        return Tiles(bt, 128 // parts, 64, 1, 4, 4, fused_norm)
-    if bt == 16 and 1024 <= inner <= 4096:
-        return Tiles(bt, 16 if outputs >= 16 * PROGRAMS else 8, 128, 1, 8, 1, fused_norm, slices=8)
+def _large(rows: int, outputs: int, inner: int) -> Tiles | None:
+    """More weights than the multiprocessors hold at once."""
+    bt = _rows_of_tile(rows)
+    if outputs >= HEAD:
+        return Tiles(bt, 64, 128, 1, 4, 4, warm=False) if 8 < rows <= 32 and inner <= 2048 else None
+    if rows > 32:
+        return None
+    return Tiles(bt, 64, 128, 8, 4, 3, warm=False) if inner <= 4096 else Tiles(bt, 64, 128, 2, 4, 4, warm=False)
+
+
+def _small(rows: int, outputs: int, inner: int, gated: bool, norm: bool, fused_norm: bool) -> Tiles:
+    """One layer's weights, which lie in shared memory by the time the input is there (stages 1), or are on their way."""
+    bt = _rows_of_tile(rows)
+    if rows <= 16:
+        split = _split(inner, 4 if norm and not gated and rows > 8 else 8)
+        if gated and rows <= 8:
+            return Tiles(bt, 128, 128, split, 8, 1, fused_norm)
+        return Tiles(bt, 64, 128, split, 4, 1 if inner <= 256 * split else 3, fused_norm)
+    if rows > 64:
+        return Tiles(bt, 64, 128, _split(inner, 4), 4, 3)
+    if rows > 32:
+        split = _split(inner, 8)
+        return Tiles(bt, 64, 128, split, 4, 1 if inner <= 256 * split else 3)
     split = 1
     while split < 8 and (inner > 512 * split or outputs // 64 * split < PROGRAMS) and inner >= 256 * split:
         split *= 2
-    return Tiles(bt, 64, 64 if bt == 64 and fused_norm else 128, split, 4, 1 if inner <= 512 * split else 3, fused_norm)
+    return Tiles(bt, 64, 128, split, 4, 1 if inner <= 512 * split else 3, fused_norm)
+
+
+def _rows_of_tile(rows: int) -> int:
+    return min(64, max(16, 1 << (rows - 1).bit_length()))
+
+
+def _split(inner: int, most: int) -> int:
+    """Programs that share K, each with at least one step of it."""
+    while most > 1 and inner < 128 * most:
+        most //= 2
+    return most
