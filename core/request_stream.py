@@ -104,7 +104,7 @@ class RequestStream:
         return self._outputs.finish(request)
 
     def _extra_of(self, request: Request, start: int, stop: int) -> dict[str, npt.NDArray[Any]]:
-        return {name: values[start:stop] for name, values in self._extra.items()}
+        return {name: values[start:stop].copy() for name, values in self._extra.items()}
 
     # ---- the event loop --------------------------------------------------------------------------------------------
 

@@ -351,6 +351,7 @@ def test_what_taps_report_comes_along(llm: AsyncLLM, plain: LLM) -> None:
     for kind in OutputKind:
         got = [output.outputs[0] for output in run(outputs(llm, "abc", SamplingParams(**asking, output_kind=kind)))]
         assert all(len(end.extra["probe"]) == len(end.token_ids) for end in got)
+        assert all(end.extra["probe"].flags.owndata and end.extra["probe"].flags.writeable for end in got), "the caller's own, as with LLM"
         extra = np.concatenate([end.extra["probe"] for end in got]) if kind is OutputKind.DELTA else got[-1].extra["probe"]
         np.testing.assert_array_equal(extra, want.extra["probe"])
     for bad in ({"probe": "x"}, {"nobody": 1}):
