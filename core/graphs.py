@@ -18,7 +18,7 @@ from modelrunner.device import Device
 from modelrunner.model_state import ModelState, Needs, No
 
 KINDS = (Feature.GREEDY, Feature.PLAIN)  # tails captured at start-up; others on their second use
-CAPTURED = Feature.PLAIN | Feature.FILTERED  # features of tails that can be captured: not those of taps
+CAPTURED = int(Feature.PLAIN | Feature.FILTERED)  # features of tails that can be captured: not those of taps
 
 
 class Key(NamedTuple):
@@ -79,7 +79,7 @@ class StepGraphs:
 
     def key(self, plan: Plan, num_rows: int) -> Key | None:
         """The graph that runs `plan`, padded to `num_rows`; None for a step that is not captured."""
-        if plan.num_decode != plan.num_rows or plan.num_draft or num_rows not in self._buckets or plan.features & ~CAPTURED:
+        if plan.num_decode != plan.num_rows or plan.num_draft or num_rows not in self._buckets or int(plan.features) & ~CAPTURED:
             return None
         return Key(num_rows, plan.features)
 

@@ -8,22 +8,24 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
+import torch
 
-from modelrunner import Engine, SamplingParams
-from modelrunner.batch import Feature
+from modelrunner import Engine, SamplingParams, Tap, hookimpl
+from modelrunner.batch import Batch, Feature
 from modelrunner.graphs import Key, decode_buckets
-from modelrunner.testing import ByteTokenizerPlugin, Driver, EngineProbe, P, assert_same, dense, options, tiny_dense
+from modelrunner.testing import ByteTokenizerPlugin, Driver, EngineProbe, P, assert_same, dense, options, ref, tiny_dense
 
 GREEDY = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=0.9, seed=5, max_tokens=14, ignore_eos=True)
 FILTERED = SamplingParams(temperature=0.9, top_p=0.9, top_k=9, seed=6, max_tokens=14, ignore_eos=True)
 
 
-def start(depth: int, rows: int = 5, pages: int = 24, **graphs: object) -> Driver:
-    settings = options(device="deferred_cpu", depth=depth, rows=rows, tokens=33, pages=pages, page_size=8, captures=True)
-    return Driver(Engine({"model": {"name": str(tiny_dense())}, "graphs": graphs} | settings, plugins=[ByteTokenizerPlugin()]))
+def start(depth: int, rows: int = 5, pages: int = 24, plugins: Sequence[object] = (), captures: bool = True, **graphs: object) -> Driver:
+    settings = options(device="deferred_cpu", depth=depth, rows=rows, tokens=33, pages=pages, page_size=8, captures=captures)
+    return Driver(Engine({"model": {"name": str(tiny_dense())}, "graphs": graphs} | settings, plugins=[ByteTokenizerPlugin(), *plugins]))
 
 
 def count_runs(driver: Driver) -> Counter[Key]:
@@ -64,6 +66,40 @@ def test_graphs_change_no_token(depth: int) -> None:
     probe.assert_clean()
     assert len(counts) > 3, "few shapes were met"
     assert {key.features for key in counts} == {Feature.GREEDY, Feature.PLAIN, Feature.PLAIN | Feature.FILTERED}
+
+
+class Nudge(Tap):
+    """Adds 0.5 to the hidden states of requests that ask."""
+
+    name = "nudge"
+    points = ("layer.1",)
+
+    def apply(self, point: str, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
+        return hidden + 0.5 * self.per_token(batch, "tap.nudge")[:, None]
+
+
+class NudgePlugin:
+    MODELRUNNER_API = ">=1,<2"
+
+    @hookimpl
+    def taps(self) -> Sequence[Tap]:
+        return [Nudge()]
+
+
+def test_steps_with_taps_are_no_graphs() -> None:
+    """A graph has no taps in it; a step in which one request asks for a tap runs as it is."""
+    asking = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True, extra_args={"nudge": True})
+    told: list[list[list[int]]] = []
+    for captures in (False, True):
+        driver = start(2, plugins=(NudgePlugin(),), captures=captures)
+        for k in range(4):
+            driver.add(str(k), P(9 + 7 * k, k), asking if k % 2 else GREEDY)
+        driver.finish()
+        told.append([list(driver.result(str(k)).token_ids) for k in range(4)])
+    assert told[0] == told[1]
+    for k in range(4):
+        plain = list(ref(dense(), P(9 + 7 * k, k), GREEDY).token_ids)
+        assert (told[1][k] == plain) == (k % 2 == 0), "otherwise nothing was tapped, or everybody"
 
 
 def test_start_up_captures_and_tells() -> None:
