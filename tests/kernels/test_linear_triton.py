@@ -136,7 +136,9 @@ def test_the_kernels_depend_on_shapes_alone() -> None:
     assert isinstance(plan(8, 4096, 1024, 16, False, True, False), Tiles)
     assert plan(8, 4096, 1024, 32, False, True, False) is None
     assert plan(1, 4096, 1001, 16, False, False, False) is None
-    assert plan(65, 4096, 1024, 16, False, False, False) is None
+    assert plan(65, 4096, 1024, 16, False, True, False) is None
+    assert plan(129, 1024, 2048, 16, False, False, False) is None
+    assert plan(32, 24576, 4096, 16, False, True, False) is None
     half = plan(8, 4096, 1024, 16, False, True, True)
     assert isinstance(half, Tiles)
     assert not half.fused_norm
