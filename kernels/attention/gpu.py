@@ -119,6 +119,7 @@ OVERRIDES: dict[str, Callable[..., Any]] = {
     "paged_attention": paged_attention,
     "write_cache": write_cache,
     "qkv_rope_write": qkv_rope_write,
+    "qkv_attention": qkv_attention,
 }
 
 
