@@ -49,34 +49,6 @@ def add_sink(acc, largest, total, sink):
 
 
 @triton.jit
-def combine(
-    partial_ptr, weights_ptr, first_slot, splits, head, NUM_KV: tl.constexpr, ROWS: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, AT_ONCE: tl.constexpr,
-):  # fmt: skip
-    """Sum a row's chunks: acc [M, BLOCK_D], largest [M], total [M] as in `fold`."""
-    row, dim = tl.arange(0, M), tl.arange(0, BLOCK_D)
-    acc = tl.zeros([M, BLOCK_D], tl.float32)
-    largest = tl.full([M], LOWEST, tl.float32)
-    total = tl.zeros([M], tl.float32)
-    for begin in range(0, splits, AT_ONCE):
-        split = begin + tl.arange(0, AT_ONCE)
-        place = ((first_slot + split).to(tl.int64)[:, None] * NUM_KV + head) * ROWS + row[None, :]
-        there = (split < splits)[:, None] & (row < ROWS)[None, :]
-        # Other multiprocessors wrote these: past the first-level cache.
-        scores = tl.load(weights_ptr + place * 2, mask=there, other=LOWEST, cache_modifier=".cg")
-        sums = tl.load(weights_ptr + place * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
-        mask = there[:, :, None] & (dim < D)[None, None, :]
-        parts = tl.load(partial_ptr + place[:, :, None] * D + dim[None, None, :], mask=mask, other=0.0, cache_modifier=".cg")
-        new = tl.maximum(largest, tl.max(scores, 0))
-        share = tl.exp2(scores - new[None, :])
-        shrink = tl.exp2(largest - new)
-        acc = acc * shrink[:, None] + tl.sum(parts * share[:, :, None], 0)
-        total = total * shrink + tl.sum(sums * share, 0)
-        largest = new
-    return acc, largest, total
-
-
-@triton.jit
 def pages_of(table_ptr, keys, there, PAGE: tl.constexpr):
     """Page numbers of a row's keys [S]. table_ptr: the row's block table. there: [S] bool.
 

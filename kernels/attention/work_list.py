@@ -27,18 +27,13 @@ MAX_BLOCK = 1024  # items written at a time
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """chunk: keys of an item, a multiple of block_keys, which are attended to at a time. programs: per multiprocessor.
-
-    prefetch: keys that a program asks for before its queries are there. max_registers: a thread's, 0 for no bound.
-    """
+    """chunk: keys of an item, a multiple of block_keys, which are attended to at a time. programs: per multiprocessor."""
 
     chunk: int
     block_keys: int
     num_warps: int
     num_stages: int
     programs: int
-    prefetch: int = 128
-    max_registers: int = 0
 
 
 @dataclass(frozen=True)
@@ -282,14 +277,7 @@ def build_work(
     decode = prefill = None
     if num_decode:
         shape = (num_decode, decode_query, num_kv_heads, group, head_dim)
-        decode = _decode_list(
-            decode_config or choose_decode(num_decode, decode_query * group, head_dim, dtype),
-            shape,
-            query_len,
-            seq_len,
-            max_seq_len,
-            window,
-        )
+        decode = _decode_list(decode_config or choose_decode(num_decode, head_dim, dtype), shape, query_len, seq_len, max_seq_len, window)
     if num_tokens > num_decode * decode_query:
         config = prefill_config or choose_prefill(head_dim, dtype)
         prefill = _prefill_list(config, group, num_decode, decode_query, query_start, query_len, seq_len, num_tokens, window)
@@ -297,15 +285,12 @@ def build_work(
 
 
 @lru_cache(maxsize=256)
-def choose_decode(num_rows: int, queries: int, head_dim: int, dtype: torch.dtype) -> DecodeConfig:
-    """Few rows: short chunks, so that all multiprocessors read. Many rows: long ones, which leave few partial results.
-
-    queries: of a row that share a key head, grouped heads included.
-    """
+def choose_decode(num_rows: int, head_dim: int, dtype: torch.dtype) -> DecodeConfig:
+    """Few rows: short chunks, so that all multiprocessors read. Many rows: long ones, which leave few partial results."""
     if dtype == torch.float32:
         return DecodeConfig(chunk=128, block_keys=32, num_warps=4, num_stages=2, programs=2)
     if num_rows <= 4:
-        return DecodeConfig(chunk=64, block_keys=64, num_warps=4 if queries <= 4 else 8, num_stages=1, programs=2)
+        return DecodeConfig(chunk=64, block_keys=64, num_warps=4, num_stages=1, programs=2)
     block_keys = 32 if head_dim > 128 else 64
     if num_rows <= 64:
         return DecodeConfig(chunk=256 if num_rows <= 16 else 1024, block_keys=block_keys, num_warps=4, num_stages=3, programs=2)
@@ -317,7 +302,7 @@ def choose_prefill(head_dim: int, dtype: torch.dtype) -> PrefillConfig:
     if dtype == torch.float32:
         return PrefillConfig(block_queries=32, block_keys=32, num_warps=4, num_stages=2, programs=2)
     if head_dim > 128:
-        return PrefillConfig(block_queries=128, block_keys=32, num_warps=8, num_stages=2, programs=1)
+        return PrefillConfig(block_queries=64, block_keys=64, num_warps=8, num_stages=2, programs=1)
     if head_dim <= 64:
         return PrefillConfig(block_queries=128, block_keys=64, num_warps=8, num_stages=3, programs=2)
     return PrefillConfig(block_queries=128, block_keys=64, num_warps=8, num_stages=3, programs=1)
