@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import time
 import warnings
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -54,6 +55,34 @@ async def outputs(llm: AsyncLLM, prompt: Any, params: SamplingParams | None = No
 
 async def last(llm: AsyncLLM, prompt: Any, params: SamplingParams | None = None, **options: Any) -> RequestOutput:
     return (await outputs(llm, prompt, params, **options))[-1]
+
+
+@asynccontextmanager
+async def running(llm: AsyncLLM, params: SamplingParams, *prompts: list[int], at: int = 3) -> AsyncIterator[list[asyncio.Task[Any]]]:
+    """Requests that have brought some tokens already; all of their outputs are the tasks' results."""
+    begun = [asyncio.Event() for _ in prompts]
+
+    async def client(prompt: list[int], event: asyncio.Event) -> list[RequestOutput]:
+        got = []
+        async for output in llm.generate(prompt, params):
+            got.append(output)
+            if len(got) == at:
+                event.set()
+        return got
+
+    tasks = [asyncio.create_task(client(prompt, event)) for prompt, event in zip(prompts, begun, strict=True)]
+    await asyncio.gather(*(event.wait() for event in begun))
+    try:
+        yield tasks
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def ids(streamed: list[RequestOutput], version: str | None = None) -> list[int]:
+    """Tokens of a stream of deltas; those of one version of the weights."""
+    return [token for output in streamed if version in (None, output.weight_version) for token in output.outputs[0].token_ids]
 
 
 async def until(condition: Callable[[], bool], seconds: float = PATIENCE) -> None:
