@@ -302,7 +302,7 @@ def choose_prefill(head_dim: int, dtype: torch.dtype) -> PrefillConfig:
     if dtype == torch.float32:
         return PrefillConfig(block_queries=32, block_keys=32, num_warps=4, num_stages=2, programs=2)
     if head_dim > 128:
-        return PrefillConfig(block_queries=64, block_keys=64, num_warps=8, num_stages=2, programs=1)
+        return PrefillConfig(block_queries=128, block_keys=32, num_warps=8, num_stages=2, programs=1)
     if head_dim <= 64:
         return PrefillConfig(block_queries=128, block_keys=64, num_warps=8, num_stages=3, programs=2)
     return PrefillConfig(block_queries=128, block_keys=64, num_warps=8, num_stages=3, programs=1)
