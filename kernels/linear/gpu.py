@@ -57,7 +57,8 @@ def builds(kind: str, rows: int, outputs: int, inner: int, dtype: str = "bf16") 
     found = [Build(tile_kernel, signature, none | common | constants, tiles.warps, tiles.stages, 16, divisible=_DIVISIBLE)]
     if split > 1:
         constants = {"BLOCK_K": triton.next_power_of_2(inner), "BLOCK": SUM_BLOCK}
-        found.append(Build(sum_kernel, signature, none | common | constants, 2, divisible=_DIVISIBLE))
+        # A100's compiler spills a little where eight parts of gate and up meet the norm.
+        found.append(Build(sum_kernel, signature, none | common | constants, 2, max_spill_bytes=32, divisible=_DIVISIBLE))
     return found
 
 
