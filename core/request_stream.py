@@ -13,7 +13,7 @@ import numpy.typing as npt
 from modelrunner.messages import Add, Ended, Facts
 from modelrunner.outputs import OutputProcessor
 from modelrunner.request import OutputKind, Request, RequestOutput, SamplingParams
-from modelrunner.scheduler import Committed
+from modelrunner.step_books import Committed
 from modelrunner.text import Tokenizer
 
 Item = RequestOutput | Exception

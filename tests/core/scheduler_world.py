@@ -18,7 +18,8 @@ from modelrunner.model_state import FullAttention
 from modelrunner.page_pool import GroupLayout, PagePool
 from modelrunner.request import Request, SamplingParams
 from modelrunner.request_table import Column, RequestTable
-from modelrunner.scheduler import Committed, Scheduler
+from modelrunner.scheduler import Scheduler
+from modelrunner.step_books import Committed
 
 VOCAB = 50
 SHAPE: dict[str, Any] = {"layers": (0,), "num_heads": 1, "num_kv_heads": 1, "head_dim": 1, "scale": 1.0}
