@@ -140,7 +140,7 @@ class Admission:
     # ---- into a row ------------------------------------------------------------------------------------------------
 
     def candidate(self, budget: int) -> Entry | None:
-        """The head of the queue, if a row and seats are there for it, and its pages are not known to be missing. Quick: asked every step."""
+        """The head of the queue, if a row and seats are there for it and its pages are not known to be missing. Every step asks this."""
         if not self._free_rows or budget <= 0 or (entry := self.queue.head()) is None:
             return None
         return entry if self.seats.available(entry.seated) and not self._is_blocked(entry) else None
