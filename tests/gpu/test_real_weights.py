@@ -29,7 +29,8 @@ GREEDY = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True, detokeniz
 
 
 def start(device: str, dtype: str, *, tokenizer: bool = False, eager: bool = False, depth: int = 2) -> LLM:
-    """Steps of one padded width, so that captured and eager ones run the same kernels."""
+    """Steps of one padded width, so that captured and eager ones run the same kernels. Prefixes are not shared: how much of one is found
+    depends on what was collected by then, and so on the depth; in bfloat16 that may change a token."""
     settings: dict[str, Any] = {"device": {"name": device}, "dtype": dtype, "skip_tokenizer_init": not tokenizer}
     room = {"max_model_len": 512, "max_num_batched_tokens": 256, "num_gpu_blocks_override": 400}
     return LLM(
@@ -37,6 +38,7 @@ def start(device: str, dtype: str, *, tokenizer: bool = False, eager: bool = Fal
         **settings,
         **room,
         scheduler={"max_rows": len(PROMPTS), "pipeline_depth": depth},
+        cache={"prefix_caching": False},
         graphs={"eager": eager, "bucket_rows": (len(PROMPTS),)},
     )
 
@@ -78,9 +80,13 @@ def test_float32_gives_the_tokens_of_the_cpu(cpu: LLM, prompts: list[list[int]])
     assert compared >= 0.9 * len(prompts) * GREEDY.max_tokens
 
 
-def test_bfloat16_is_the_same_in_graphs_and_at_every_depth(prompts: list[list[int]]) -> None:
-    plain = tokens(start("cuda", "bfloat16", eager=True, depth=1), prompts)
-    for depth in (1, 2):
-        llm = start("cuda", "bfloat16", depth=depth)
-        assert "captured" in llm.engine.assembly.resolved.graphs
-        assert tokens(llm, prompts) == plain
+@pytest.fixture(scope="module")
+def plain(prompts: list[list[int]]) -> list[list[int]]:
+    return tokens(start("cuda", "bfloat16", eager=True, depth=1), prompts)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_bfloat16_is_the_same_in_graphs_and_at_every_depth(prompts: list[list[int]], plain: list[list[int]], depth: int) -> None:
+    llm = start("cuda", "bfloat16", depth=depth)
+    assert "captured" in llm.engine.assembly.resolved.graphs
+    assert tokens(llm, prompts) == plain
