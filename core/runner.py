@@ -144,9 +144,19 @@ class Runner:
         """Run steps of a dead row, one of each kind of tail, so that what cannot run fails at start-up and not at the first request."""
         plan = self._blank_plan()
         self.state.fill_dummy(self.buffers.batch(plan, self.buckets.shape(plan), self.parts.table.columns))
+        kinds = [replace(plan, features=features) for features in (Feature.GREEDY, Feature.PLAIN, Feature.PLAIN | Feature.FILTERED)]
+
+        def first(kind: Plan) -> None:
+            shape = self.buckets.shape(kind)
+            words = self.packer.pack(kind, shape, self.scratch_row, _int32(self.plans[0]))
+            self._upload(kind, self.plans[0], words)
+            self._computation(kind, shape, None)()
+
+        self.device.build([partial(first, kind) for kind in kinds])
+        self._rewind()
         self.warming_up = True
-        for features in (Feature.GREEDY, Feature.PLAIN, Feature.PLAIN | Feature.FILTERED):
-            records = self.collect(self.launch(replace(plan, features=features | self.parts.taps.all_features))).records
+        for kind in kinds:
+            records = self.collect(self.launch(replace(kind, features=kind.features | self.parts.taps.all_features))).records
             if records[0, Record.ROW] != self.scratch_row:
                 raise PluginError(f"the step's record names row {records[0, Record.ROW]}, not {self.scratch_row} (operation write_record)")
         self.warming_up = False
@@ -179,8 +189,16 @@ class Runner:
             self.device.launch(upload)
             self.device.synchronize()  # the buffer is written again for the next shape
 
-        bar = partial(tqdm, desc="Capturing graphs", unit="graph", disable=not sys.stderr.isatty())
-        report = self.graphs.capture_all(stage, bar)
+        def first(key: Key) -> None:
+            stage(key)
+            self._closure(key)()
+
+        def built(keys: Sequence[Key]) -> Sequence[Key]:
+            self.device.build([partial(first, key) for key in keys])
+            bar: Sequence[Key] = tqdm(keys, desc="Capturing graphs", unit="graph", disable=not sys.stderr.isatty())
+            return bar
+
+        report = self.graphs.capture_all(stage, built)
         self._rewind()
         return report
 

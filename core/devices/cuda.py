@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -69,6 +69,16 @@ class CudaDevice(Device):
         graph.capture_end()
         replay: Callable[[], None] = graph.replay
         return replay
+
+    def build(self, work: Sequence[Callable[[], None]]) -> None:
+        try:
+            from modelrunner.kernels.ahead import built_ahead
+        except ImportError:  # without Triton there is nothing to build
+            return
+        with built_ahead(self.torch_device):
+            for part in work:
+                with contextlib.suppress(Exception):
+                    self.launch(part)
 
     def forget_graphs(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()  # torch ends a pool with its last graph

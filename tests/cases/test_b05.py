@@ -33,9 +33,9 @@ def prompt(k: int) -> list[int]:
 
 
 @pytest.mark.parametrize("model", [dense, hybrid])
-def test_row_reuse_leaks_nothing(model: Callable[[], Subject]) -> None:
+def test_row_reuse_leaks_nothing(model: Callable[[], Subject], device: str) -> None:
     subject = model()
-    driver = Driver(subject.engine(rows=4, depth=2, device="deferred_cpu"))
+    driver = Driver(subject.engine(rows=4, depth=2, device=device))
     probe = EngineProbe(driver)
     probe.poison_freed_pages()
     wanted = {k: params(subject, k) for k in range(40)}
