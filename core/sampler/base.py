@@ -22,7 +22,8 @@ class Stage:
     inputs: arguments of the `sample` operation that this stage supplies, by name: the column of the same name, gathered for the step's
     rows.
     feature: the bit by which rows ask for the stage; GREEDY (no bit) for a stage that always acts.
-    A stage that edits logits overrides `edit`; it runs before the draw, in the order of the sampler's stages (those of `edit_logits` first).
+    A stage that edits logits overrides `edit`; it runs after the built-in edits (see `edits`) and before the draw, in the order of the
+    sampler's stages.
     """
 
     inputs: tuple[str, ...] = ()
