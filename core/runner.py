@@ -18,7 +18,7 @@ import torch
 from tqdm import tqdm  # type: ignore[import-untyped,unused-ignore]
 
 from modelrunner.attention import AttentionBackend, AttentionMeta, BoundAttention, ByGroup, attention_meta
-from modelrunner.batch import EMPTY_PATCH, Batch, Feature, Outcome, Patch, Plan, Record, Ticket, record_words
+from modelrunner.batch import EDITED, EMPTY_PATCH, Batch, Feature, Outcome, Patch, Plan, Record, Ticket, record_words
 from modelrunner.device import Device, Event, PinnedBuffer
 from modelrunner.errors import EngineError, PluginError
 from modelrunner.graphs import GraphReport, Key, StepGraphs
@@ -144,7 +144,7 @@ class Runner:
         """Run steps of a dead row, one of each kind of tail, so that what cannot run fails at start-up and not at the first request."""
         plan = self._blank_plan()
         self.state.fill_dummy(self.buffers.batch(plan, self.buckets.shape(plan), self.parts.table.columns))
-        kinds = [replace(plan, features=features) for features in (Feature.GREEDY, Feature.PLAIN, Feature.PLAIN | Feature.FILTERED)]
+        kinds = [replace(plan, features=features) for features in (Feature.GREEDY, Feature.PLAIN, Feature.PLAIN | Feature.FILTERED, EDITED)]
 
         def first(kind: Plan) -> None:
             shape = self.buckets.shape(kind)
