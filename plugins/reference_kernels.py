@@ -24,7 +24,7 @@ def kernels(register: Register, device: Device) -> None:
         "table": [table.apply_patch, table.update_state, table.write_record],
         "batch": [batch.gather_rows, batch.gather_tokens, batch.gather_block_table, batch.slot_mapping],
         "logits": [logits.count_tokens],
-        "attention": [attention.write_cache, attention.indexed_write, attention.attention_index],
+        "attention": [attention.write_cache, attention.indexed_write, attention.attention_index, attention.gather_pages],
     }
     for area, functions in exact.items():
         for function in functions:
