@@ -148,8 +148,7 @@ class Runner:
 
         def first(kind: Plan) -> None:
             shape = self.buckets.shape(kind)
-            words = self.packer.pack(kind, shape, self.scratch_row, _int32(self.plans[0]))
-            self._upload(kind, self.plans[0], words)
+            self._pack(kind, shape, 0, rows=True)()
             self._computation(kind, shape, None)()
 
         self.device.build([partial(first, kind) for kind in kinds])
