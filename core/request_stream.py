@@ -53,6 +53,7 @@ class RequestStream:
             "stop": (),
             "stop_token_ids": request.stop_ids,
             "ignore_eos": True,
+            "bad_words": request.bad_word_ids,
             "detokenize": False,
             "output_kind": (OutputKind.DELTA if watched else OutputKind.FINAL_ONLY).value,
         }

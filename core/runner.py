@@ -13,14 +13,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from tqdm import tqdm  # type: ignore[import-untyped,unused-ignore]
 
 from modelrunner.attention import AttentionBackend, AttentionMeta, BoundAttention, ByGroup, attention_meta
-from modelrunner.batch import EMPTY_PATCH, Batch, Feature, Outcome, Patch, Plan, Record, Ticket, record_words
+from modelrunner.batch import EDITED, EMPTY_PATCH, Batch, Feature, Outcome, Patch, Plan, Record, Ticket, record_words
 from modelrunner.device import Device, Event, PinnedBuffer
 from modelrunner.errors import EngineError, PluginError
+from modelrunner.extras import Extras
 from modelrunner.graphs import GraphReport, Key, StepGraphs
 from modelrunner.model_state import ModelState, Needs, Tap
 from modelrunner.ops import Ops
@@ -72,32 +72,6 @@ class Route:
         )
 
 
-class Extras:
-    """The way of what taps report: a device ring of byte records beside the ring of step records, and a pinned buffer per entry."""
-
-    def __init__(self, device: Device, entries: int, rows: int, record_bytes: int) -> None:
-        self.device = device
-        self.packed = torch.zeros(rows, record_bytes, dtype=torch.uint8, device=device.torch_device)
-        self.ring = torch.zeros(entries, rows, record_bytes, dtype=torch.uint8, device=device.torch_device)
-        self.results = [device.pinned(rows * record_bytes) for _ in range(entries)] if record_bytes else []
-
-    def write(self, active: ActiveTaps, batch: Batch, counter: torch.Tensor) -> None:
-        """D. Put the step's results into the ring entry that `counter` names."""
-        packed = self.packed[: batch.num_rows]
-        active.write(batch, packed)
-        self.ring[:, : batch.num_rows].index_copy_(0, counter % self.ring.shape[0], packed.unsqueeze(0))
-
-    def download(self, entry: int, num_rows: int) -> Event:
-        return self.device.download(lambda: self.ring[entry, :num_rows], self.results[entry])
-
-    def take(self, entry: int, num_rows: int) -> npt.NDArray[np.uint8]:
-        """A copy of what was downloaded: [num_rows, record bytes]. Frees the buffer."""
-        size = self.ring.shape[2]
-        records = self.results[entry].array[: num_rows * size].reshape(num_rows, size).copy()
-        self.device.release(self.results[entry])
-        return records
-
-
 class Runner:
     """Runs planned steps on a device, several in flight."""
 
@@ -144,9 +118,18 @@ class Runner:
         """Run steps of a dead row, one of each kind of tail, so that what cannot run fails at start-up and not at the first request."""
         plan = self._blank_plan()
         self.state.fill_dummy(self.buffers.batch(plan, self.buckets.shape(plan), self.parts.table.columns))
+        kinds = [replace(plan, features=features) for features in (Feature.GREEDY, Feature.PLAIN, Feature.PLAIN | Feature.FILTERED, EDITED)]
+
+        def first(kind: Plan) -> None:
+            shape = self.buckets.shape(kind)
+            self._pack(kind, shape, 0, rows=True)()
+            self._computation(kind, shape, None)()
+
+        self.device.build([partial(first, kind) for kind in kinds])
+        self._rewind()
         self.warming_up = True
-        for features in (Feature.GREEDY, Feature.PLAIN, Feature.PLAIN | Feature.FILTERED):
-            records = self.collect(self.launch(replace(plan, features=features | self.parts.taps.all_features))).records
+        for kind in kinds:
+            records = self.collect(self.launch(replace(kind, features=kind.features | self.parts.taps.all_features))).records
             if records[0, Record.ROW] != self.scratch_row:
                 raise PluginError(f"the step's record names row {records[0, Record.ROW]}, not {self.scratch_row} (operation write_record)")
         self.warming_up = False
@@ -179,8 +162,16 @@ class Runner:
             self.device.launch(upload)
             self.device.synchronize()  # the buffer is written again for the next shape
 
-        bar = partial(tqdm, desc="Capturing graphs", unit="graph", disable=not sys.stderr.isatty())
-        report = self.graphs.capture_all(stage, bar)
+        def first(key: Key) -> None:
+            stage(key)
+            self._closure(key)()
+
+        def built(keys: Sequence[Key]) -> Sequence[Key]:
+            self.device.build([partial(first, key) for key in keys])
+            bar: Sequence[Key] = tqdm(keys, desc="Capturing graphs", unit="graph", disable=not sys.stderr.isatty())
+            return bar
+
+        report = self.graphs.capture_all(stage, built)
         self._rewind()
         return report
 

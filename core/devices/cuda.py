@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -43,7 +43,6 @@ class CudaDevice(Device):
         self.side = torch.cuda.Stream(self.torch_device)
         # What start-up wrote on the default stream must be there before the first step.
         self._started = False
-        self._on_compute, self._on_side = torch.cuda.stream(self.compute), torch.cuda.stream(self.side)
         self._events: dict[PinnedBuffer, CopyEvents] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
@@ -54,7 +53,7 @@ class CudaDevice(Device):
         if not self._started:
             self.compute.wait_stream(torch.cuda.default_stream(self.torch_device))
             self._started = True
-        with self._on_compute:
+        with torch.cuda.stream(self.compute):
             work()
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
@@ -70,6 +69,16 @@ class CudaDevice(Device):
         replay: Callable[[], None] = graph.replay
         return replay
 
+    def build(self, work: Sequence[Callable[[], None]]) -> None:
+        try:
+            from modelrunner.kernels.ahead import built_ahead
+        except ImportError:  # without Triton there is nothing to build
+            return
+        with built_ahead(self.torch_device):
+            for part in work:
+                with contextlib.suppress(Exception):
+                    self.launch(part)
+
     def forget_graphs(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()  # torch ends a pool with its last graph
 
@@ -77,7 +86,7 @@ class CudaDevice(Device):
         events = self._events.get(target) or self._events.setdefault(target, CopyEvents())
         events.begun.record(self.compute)
         self.side.wait_event(events.begun)
-        with self._on_side:
+        with torch.cuda.stream(self.side):
             copy_bytes(source(), target)
         events.end.record(self.side)
         return events
