@@ -196,6 +196,7 @@ class Runner:
             self.device.launch(work)
         except BaseException:
             self._rewind()
+            self.device.synchronize()  # the next launch writes the buffer that a copy may be reading
             raise
         self.route = route
         self.launched += 1
