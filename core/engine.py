@@ -17,7 +17,7 @@ import secrets
 import time
 import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -302,7 +302,7 @@ class Engine:
         state, device = self.assembly.state, self.assembly.device
         device.synchronize()
         try:
-            load_tensors(state.module, state.weight_map(self.card), self._noting(tensors), source="the new weights")
+            load_tensors(state.module, state.weight_map(self.card), tensors, source="the set of new weights", writing=self._note_write)
         except BaseException as error:
             if self._broken_weights:
                 self._broken_weights = f"{type(error).__name__}: {error}"
@@ -314,11 +314,9 @@ class Engine:
         self.outputs.weight_version = str(self._num_updates) if version is None else version
         self.scheduler.reset_prefix_cache(self.weight_version.encode())
 
-    def _noting(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """`tensors`, noting that the weights are a mixture from the first one on."""
-        for pair in tensors:
-            self._broken_weights = self._broken_weights or "it was interrupted"
-            yield pair
+    def _note_write(self) -> None:
+        """From the first write of an update to its end the weights are a mixture."""
+        self._broken_weights = self._broken_weights or "it was interrupted"
 
     def sleep(self) -> None:
         """Give the cache's memory up until `wake_up`. Running requests wait, keep their tokens and go on afterwards; cached prefixes are

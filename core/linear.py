@@ -99,17 +99,21 @@ class Linear(nn.Module):
         return slice(start, start + self.out_parts[part])
 
     def load(self, part: int, tensor: torch.Tensor, kind: str = "weight") -> None:
-        """Store one part's `weight` or `bias`, in place. Raises ValueError for a wrong shape."""
+        """Store one part's `weight` or `bias`, in place. Raises ValueError, before anything is written, for a wrong shape."""
+        self.check(part, tensor, kind)
         rows = self.part_rows(part)
+        if kind == "weight" or self.bias is None:
+            self.scheme.load(self, rows, tensor)
+        else:
+            self.bias.data[rows].copy_(tensor)
+
+    def check(self, part: int, tensor: torch.Tensor, kind: str = "weight") -> None:
+        """Raise ValueError unless `load` can store the tensor."""
         want = (self.out_parts[part], self.in_features) if kind == "weight" else (self.out_parts[part],)
         if tuple(tensor.shape) != want:
             raise ValueError(f"{kind} of part {part} has shape {tuple(tensor.shape)}; {want} is needed")
-        if kind == "weight":
-            self.scheme.load(self, rows, tensor)
-        elif self.bias is None:
+        if kind == "bias" and self.bias is None:
             raise ValueError(f"part {part} has a bias in the checkpoint, but the layer has none")
-        else:
-            self.bias.data[rows].copy_(tensor)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out = self.scheme.apply(self, x)

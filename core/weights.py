@@ -94,19 +94,31 @@ def filled_by(module: nn.Module, target: Target) -> set[Slot]:
     return {(target.path, part, target.kind) for part in range(len(layer.out_parts))} if isinstance(layer, Linear) else set()
 
 
-def store(module: nn.Module, target: Target, tensor: torch.Tensor) -> None:
-    """Write one checkpoint tensor to its target, in place. Raises ValueError for a wrong shape and for a target that is not there."""
+def nothing() -> None:
+    """Listens to no write."""
+
+
+def store(module: nn.Module, target: Target, tensor: torch.Tensor, writing: Callable[[], None] = nothing) -> None:
+    """Write one checkpoint tensor to its target, in place. Raises ValueError for a wrong shape and for a target that is not there.
+
+    writing: called when the tensor fits, before the first value is written.
+    """
     if target.transform is not None:
         tensor = target.transform(tensor)
     if target.kind != "parameter":
         layer = linear_at(module, target)
-        for part, rows in parts_of(layer, target.part, tensor):
+        parts = parts_of(layer, target.part, tensor)
+        for part, rows in parts:
+            layer.check(part, rows, target.kind)
+        writing()
+        for part, rows in parts:
             layer.load(part, rows, target.kind)
         return
     owner, _, leaf = target.path.rpartition(".")
     parameter = getattr(module.get_submodule(owner), leaf)  # a parameter or a buffer
     if parameter.shape != tensor.shape:
         raise ValueError(f"shape {tuple(tensor.shape)}; {tuple(parameter.shape)} is needed")
+    writing()
     parameter.data.copy_(tensor)
 
 
@@ -153,10 +165,12 @@ def load_tensors(
     *,
     progress: bool | None = None,
     source: str = "the checkpoint",
+    writing: Callable[[], None] = nothing,
 ) -> None:
     """Fill `module` from `tensors`, in place. Safe to call again later with a new version of the weights.
 
-    progress: a bar on standard error; None shows it only on a terminal. source: file or folder, for messages.
+    progress: a bar on standard error; None shows it only on a terminal. source: file or folder, for messages. writing: called before
+    each write into the module.
     Raises CheckpointError that lists, up to ten each, tensors that are missing, that nobody expects, and that do not fit; or else
     parameters that no tensor fills.
     """
@@ -172,7 +186,7 @@ def load_tensors(
                 unexpected.append(name)
             for target in weight_map.names.get(name, ()):
                 try:
-                    store(module, target, tensor)
+                    store(module, target, tensor, writing)
                     unfilled -= filled_by(module, target)
                 except (ValueError, RuntimeError, AttributeError) as error:
                     misfits.append(f"{name} -> {target.path}: {error}")

@@ -134,6 +134,26 @@ class AsksForAValue(DenseState):
             self.sampled = True
 
 
+class AsksForTheLastPosition(DenseState):
+    def forward(self, hidden, positions, attention, caches, tap):
+        self.top = positions.max().item()
+        return super().forward(hidden, positions, attention, caches, tap)
+
+
+class CountsOnTheHost(DenseState):
+    def forward(self, hidden, positions, attention, caches, tap):
+        top = int(positions.max())
+        return super().forward(hidden, positions.clamp(max=top), attention, caches, tap)
+
+
+class FindsWhere(DenseState):
+    """Places that hold something, by an operation made of another whose shape depends on data."""
+
+    def logits(self, hidden):
+        self.places = torch.argwhere(hidden[:, 0] > 0)
+        return super().logits(hidden)
+
+
 class ShapeFromData(DenseState):
     def before_forward(self, batch):
         self.valid = batch.positions[batch.token_valid]
@@ -219,6 +239,9 @@ FOUND_BY: dict[type[ModelState], tuple[str, tuple[str, ...]]] = {
     UnwrittenBuffer: ("read that nobody has written", ("test_touches_what_it_declares",)),
     Unembedded: ("read that nobody has written", ("test_touches_what_it_declares",)),
     AsksForAValue: ("is_nonzero reads a tensor's value", ("test_steps_ask_for_no_values",)),
+    AsksForTheLastPosition: ("_local_scalar_dense reads a tensor's value", ("test_steps_ask_for_no_values",)),
+    CountsOnTheHost: ("_local_scalar_dense reads a tensor's value", ("test_steps_ask_for_no_values",)),
+    FindsWhere: ("aten::nonzero has a result whose shape depends on data", ("test_steps_ask_for_no_values",)),
     ShapeFromData: ("index with a mask", ("test_steps_ask_for_no_values",)),
     CopiesToTheHost: ("Tensor.tolist", ("test_steps_ask_for_no_values",)),
     Float32Logits: ("logits of a bfloat16 model", ("test_bfloat16",)),

@@ -217,12 +217,25 @@ def test_a_sender_that_fails_half_way_changes_nothing(llm: AsyncLLM) -> None:
     run(go())
 
 
+@pytest.mark.parametrize("source", [list, lambda: [("x", torch.zeros(1))]], ids=["none", "strange"])
+def test_an_update_of_which_nothing_was_stored_disturbs_nobody(llm: AsyncLLM, source: Callable[[], Any]) -> None:
+    async def go() -> None:
+        async with running(llm, LONG, P(20, 1)) as [client]:
+            with pytest.raises(CheckpointError, match="the set of new weights does not fit the model"):
+                await llm.update_weights(source())
+            assert llm.problem() is None
+            assert len(ids(await client)) == 200
+
+    run(go())
+
+
 def some() -> Iterator[tuple[str, torch.Tensor]]:
     return iter(list(tensors(dense(2)))[:3])
 
 
 def misshapen() -> Iterator[tuple[str, torch.Tensor]]:
-    return ((name, tensor[:1]) for name, tensor in tensors(dense(2)))
+    """Of which only the first fits."""
+    return ((name, tensor if number == 0 else tensor[:1]) for number, (name, tensor) in enumerate(tensors(dense(2))))
 
 
 @pytest.mark.parametrize("source", [some, misshapen])

@@ -81,13 +81,40 @@ def test_a_failed_update_stops_the_engine_until_one_succeeds() -> None:
     driver = Driver(dense(1).engine(depth=2))
     first_half(driver, GREEDY, 2, {"a": P(20, 1)})
     some = dict(list(tensors(dense(2)))[:3])
-    with pytest.raises(CheckpointError, match=r"the new weights does not fit the model\. .* tensors missing"):
+    with pytest.raises(CheckpointError, match=r"the set of new weights does not fit the model\. .* tensors missing"):
         driver.engine.update_weights(some.items())
     with pytest.raises(EngineError, match=r"the weights are a mixture, since the last update_weights failed \(CheckpointError.*missing"):
         driver.step()
     driver.engine.update_weights(tensors(dense(1)))
     driver.finish()
     assert_same(dense(1), P(20, 1), GREEDY, driver.result("a"))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([], "tensors missing"),
+        ([("x", torch.zeros(1))], "1 tensors not expected: x"),
+        ([("model.norm.weight", torch.zeros(1))], r"1 tensors that do not fit: model\.norm\.weight"),
+        ([("lm_head.weight", torch.zeros(1, 1))], "tensors that do not fit: lm_head"),
+    ],
+)
+def test_a_failed_update_that_stored_nothing_leaves_the_engine_as_it_was(given: list[tuple[str, torch.Tensor]], message: str) -> None:
+    llm = dense(1).llm()
+    with pytest.raises(CheckpointError, match=message):
+        llm.update_weights(given)
+    (output,) = llm.generate({"prompt_token_ids": P(20, 1)}, GREEDY)
+    assert output.weight_version == "0"
+    assert_same(dense(1), P(20, 1), GREEDY, output.outputs[0])
+
+
+def test_an_update_that_stored_nothing_repairs_nothing() -> None:
+    driver = Driver(dense(1).engine())
+    for given in (list(tensors(dense(2)))[:3], []):
+        with pytest.raises(CheckpointError):
+            driver.engine.update_weights(given)
+        with pytest.raises(EngineError, match="the weights are a mixture"):
+            driver.step()
 
 
 def test_an_update_that_brings_nothing_changes_nothing() -> None:

@@ -23,7 +23,10 @@ class ValueAsked(AssertionError):
 
 
 class NoValues(TorchDispatchMode):
-    """Raises ValueAsked for an operation that would wait for a GPU."""
+    """Raises ValueAsked for an operation that would wait for a GPU.
+
+    Looks into operations made of others: a mode sees those whole in inference mode, where the steps run, e.g. `item`.
+    """
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -38,7 +41,9 @@ class NoValues(TorchDispatchMode):
         uncounted = func is torch.ops.aten.repeat_interleave.Tensor and (kwargs or {}).get("output_size") is None
         if name in SHAPED_BY_DATA or by_mask or uncounted or (name == "histc" and not ranged):
             raise ValueAsked(f"aten::{name}{' with a mask' if by_mask else ''} has a result whose shape depends on data")
-        return func(*args, **(kwargs or {}))
+        with self:
+            made_of_others = func.decompose(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {})) if made_of_others is NotImplemented else made_of_others
 
 
 @contextmanager
