@@ -100,20 +100,12 @@ class Linear(nn.Module):
 
     def load(self, part: int, tensor: torch.Tensor, kind: str = "weight") -> None:
         """Store one part's `weight` or `bias`, in place. Raises ValueError, before anything is written, for a wrong shape."""
-        self.check(part, tensor, kind)
+        check_part(self, part, tensor, kind)
         rows = self.part_rows(part)
         if kind == "weight" or self.bias is None:
             self.scheme.load(self, rows, tensor)
         else:
             self.bias.data[rows].copy_(tensor)
-
-    def check(self, part: int, tensor: torch.Tensor, kind: str = "weight") -> None:
-        """Raise ValueError unless `load` can store the tensor."""
-        want = (self.out_parts[part], self.in_features) if kind == "weight" else (self.out_parts[part],)
-        if tuple(tensor.shape) != want:
-            raise ValueError(f"{kind} of part {part} has shape {tuple(tensor.shape)}; {want} is needed")
-        if kind == "bias" and self.bias is None:
-            raise ValueError(f"part {part} has a bias in the checkpoint, but the layer has none")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out = self.scheme.apply(self, x)
@@ -136,6 +128,15 @@ class Linear(nn.Module):
         if self.bias is None:
             return self.scheme.apply_gated(self, x, norm, activation)
         return cast(torch.Tensor, getattr(self.scheme.ops, activation)(self.normed(x, norm)))
+
+
+def check_part(layer: Linear, part: int, tensor: torch.Tensor, kind: str) -> None:
+    """Raise ValueError unless `layer.load(part, tensor, kind)` can store the tensor."""
+    want = (layer.out_parts[part], layer.in_features) if kind == "weight" else (layer.out_parts[part],)
+    if tuple(tensor.shape) != want:
+        raise ValueError(f"{kind} of part {part} has shape {tuple(tensor.shape)}; {want} is needed")
+    if kind == "bias" and layer.bias is None:
+        raise ValueError(f"part {part} has a bias in the checkpoint, but the layer has none")
 
 
 class LinearFactory:

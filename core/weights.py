@@ -18,7 +18,7 @@ from tqdm import tqdm  # type: ignore[import-untyped,unused-ignore]
 
 from modelrunner.checkpoint import CheckpointReader, DummyReader
 from modelrunner.errors import CheckpointError
-from modelrunner.linear import Linear
+from modelrunner.linear import Linear, check_part
 
 LISTED = 10  # names of one kind that an error message lists
 
@@ -109,7 +109,7 @@ def store(module: nn.Module, target: Target, tensor: torch.Tensor, writing: Call
         layer = linear_at(module, target)
         parts = parts_of(layer, target.part, tensor)
         for part, rows in parts:
-            layer.check(part, rows, target.kind)
+            check_part(layer, part, rows, target.kind)
         writing()
         for part, rows in parts:
             layer.load(part, rows, target.kind)

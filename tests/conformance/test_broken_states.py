@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -300,6 +301,38 @@ class TestAStateThatRefusesFeatures(ModelStateConformance):
     def test_runs_without_the_features(self) -> None:
         settings = self.lab.engine().settings
         assert (settings.cache.prefix_caching, settings.scheduler.chunked_prefill) == (False, False)
+
+
+def suite_with(**fields: Any) -> ModelStateConformance:
+    class Suite(ModelStateConformance):
+        model_state = DenseState
+
+        def tiny_config(self) -> Mapping[str, Any]:
+            return {**TINY, **fields}
+
+    return Suite()
+
+
+def test_every_test_tells_why_there_is_no_checkpoint() -> None:
+    """Not that a folder of the test before is in the way."""
+    suite = suite_with(pad_token_id=97)
+    for name in ("test_logits_equal_the_reference", "test_depth"):
+        with pytest.raises(ValueError, match=r"could not build tiny_config \{.*'pad_token_id': 97.*\}: .*must be below vocab_size"):
+            run(suite, name)
+
+
+def test_a_flat_answer_is_told_what_to_raise() -> None:
+    class Flat(ModelStateConformance):
+        model_state = DenseState
+
+        def tiny_config(self) -> Mapping[str, Any]:
+            return TINY
+
+        def reference(self, folder: Path) -> Any:
+            return lambda ids: torch.zeros(len(ids), 97)
+
+    with pytest.raises(AssertionError, match=r"too flat an answer to prove anything\. Raise initializer_range in tiny_config .* logit_scale"):
+        run(Flat(), "test_logits_equal_the_reference")
 
 
 def test_a_class_that_says_too_little_is_told_what_is_missing() -> None:

@@ -71,10 +71,10 @@ class Lab:
     # ---- made once ---------------------------------------------------------------------------------------------------
 
     def _checkpoint(self, seed: int) -> Path:
-        folder = self.root / f"seed-{seed}"
-        folder.mkdir()
-        self.case.checkpoint(folder, seed)
-        return folder
+        """Written under another name at first, so that each test of a class whose checkpoint fails tells why."""
+        begun, folder = Path(tempfile.mkdtemp(dir=self.root)), self.root / f"seed-{seed}"
+        self.case.checkpoint(begun, seed)
+        return begun.rename(folder)
 
     def _reference(self, seed: int) -> Reference:
         return self.case.reference(self.checkpoint(seed))
@@ -179,15 +179,24 @@ class Lab:
 
 
 def transformers_checkpoint(config: Mapping[str, Any], folder: Path, seed: int) -> None:
-    """Write a random transformers model of `config` in float32. Norms and biases get noise too, so that none is trivial."""
+    """Write a random transformers model of `config` in float32. Norms and biases get noise too, so that none is trivial.
+
+    Raises ValueError, with the configuration, when transformers cannot build such a model.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     fields = copy.deepcopy(dict(config))
     model_class: Any = AutoModelForCausalLM
-    made: Any = AutoConfig.for_model(fields.pop("model_type"), **fields)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model: Any = model_class.from_config(made, attn_implementation="eager", dtype=torch.float32)
+        try:
+            made: Any = AutoConfig.for_model(fields.pop("model_type"), **fields)
+            model: Any = model_class.from_config(made, attn_implementation="eager", dtype=torch.float32)
+        except Exception as error:
+            raise ValueError(
+                f"transformers could not build tiny_config {dict(config)}: {type(error).__name__}: {error}; special token ids "
+                "(pad_token_id, eos_token_id, bos_token_id), also the family's defaults, must be below vocab_size"
+            ) from error
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
