@@ -108,11 +108,12 @@ def assemble(arguments: Mapping[str, Any], plugins: Sequence[object] = ()) -> As
     with blaming(f"model_state {choose.chosen['model_state']}"):
         state = state_type(card, settings)
         needs = checked_needs(state, card, settings)
+        check_cache(settings, device, needs, dtype)
         build_module(choose, reader, card, state, dtype, device, ops)
     sampler = Sampler(ops, default_stages())
     taps, needs = collect_taps(manager, card, settings, state, needs, dtype, device)
     max_model_len = min(settings.model.max_model_len or needs.max_model_len, needs.max_model_len)
-    cache_dtype = dtype if settings.cache.dtype == "auto" else DTYPES[settings.cache.dtype]
+    cache_dtype = cache_type(settings, dtype)
     page_bytes, layouts = page_layout(needs.cache_groups, settings.cache.page_size, cache_dtype.itemsize)
     num_pages = count_pages(settings, device, page_bytes, layouts, max_model_len)
     try:
@@ -216,6 +217,18 @@ def checked_needs(state: ModelState, card: ModelCard, settings: RunnerSettings) 
             f"model.max_model_len is {wanted} tokens, but the model holds at most {needs.max_model_len}; ask for no more than that"
         )
     return needs
+
+
+def cache_type(settings: RunnerSettings, dtype: torch.dtype) -> torch.dtype:
+    """The type of keys and values in the cache. dtype: of activations."""
+    return dtype if settings.cache.dtype == "auto" else DTYPES[settings.cache.dtype]
+
+
+def check_cache(settings: RunnerSettings, device: Device, needs: Needs, dtype: torch.dtype) -> None:
+    """Raise CapacityError, before a weight is read, when the bytes that the settings give the cache do not hold two pages."""
+    if settings.cache.num_pages is None and settings.cache.memory_bytes is not None:
+        page_bytes, layouts = page_layout(needs.cache_groups, settings.cache.page_size, cache_type(settings, dtype).itemsize)
+        count_pages(settings, device, page_bytes, layouts, needs.max_model_len)
 
 
 def build_module(

@@ -139,11 +139,11 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Answer one conversation by the tokenizer's chat template, as `LLM.chat` does; otherwise as `generate`.
 
-        messages: `[{"role": "user", "content": "Hello"}, ...]`. add_generation_prompt: end the prompt where the answer begins.
+        messages: `[{"role": "user", "content": "Hello"}, ...]`; a content may be a list of text parts, which are joined. add_generation_prompt: end the prompt where the answer begins.
         """
         self._link.check()
         template = chat_tokenizer(self.tokenizer).apply_chat_template
-        conversation = one_conversation(messages)
+        conversation = with_text(one_conversation(messages))
         if num_characters(conversation) > LONG_TEXT:
             ids = await asyncio.to_thread(template, conversation, add_generation_prompt)
         else:

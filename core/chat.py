@@ -33,6 +33,36 @@ def one_conversation(messages: object) -> Any:
     return messages
 
 
+def with_text(conversation: Any) -> Any:
+    """The conversation with contents that are lists of text parts, `[{"type": "text", "text": ...}, ...]`, joined to one text each.
+
+    Anything else is left to the template. Raises RequestError for a part of another type.
+    """
+    if not isinstance(conversation, Sequence) or isinstance(conversation, (str, bytes)):
+        return conversation
+    return [
+        {**message, "content": joined(message["content"], i)}
+        if isinstance(message, Mapping) and isinstance(message.get("content"), (list, tuple))
+        else message
+        for i, message in enumerate(conversation)
+    ]
+
+
+def joined(parts: Sequence[object], message: int) -> str:
+    """The text of a message's content parts. Raises RequestError, naming the message's number, for a part that is not text."""
+    texts: list[str] = []
+    for i, part in enumerate(parts):
+        text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
+        if not isinstance(text, str):
+            got = f"a part of type {part.get('type')!r}" if isinstance(part, Mapping) else f"a part {part!r}"
+            raise RequestError(
+                f"messages[{message}].content[{i}]: got {got}; accepted: a text, or a list of parts {{'type': 'text', 'text': ...}}, for only "
+                "text can be read"
+            )
+        texts.append(text)
+    return "".join(texts)
+
+
 def num_characters(conversation: Sequence[Any]) -> int:
     """Characters of the textual contents, whatever else there is."""
     contents = (message.get("content") for message in conversation if isinstance(message, Mapping))

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
-from modelrunner.chat import Message, chat_tokenizer, conversations
+from modelrunner.chat import Message, chat_tokenizer, conversations, with_text
 from modelrunner.engine import Engine
 from modelrunner.errors import RequestError
 from modelrunner.new_weights import Weights, checkpoint_name, checkpoint_tensors
@@ -105,13 +105,13 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of a list of them, by the tokenizer's chat template; otherwise as `generate`.
 
-        messages: `[{"role": "user", "content": "Hello"}, ...]`. add_generation_prompt: end the prompt where the answer begins.
+        messages: `[{"role": "user", "content": "Hello"}, ...]`; a content may be a list of text parts, which are joined. add_generation_prompt: end the prompt where the answer begins.
         """
         tokenizer = chat_tokenizer(self.tokenizer)
         prompts: list[Prompt] = []
         for i, conversation in enumerate(conversations(messages)):
             with naming_prompt(i):
-                prompts.append({"prompt_token_ids": tokenizer.apply_chat_template(conversation, add_generation_prompt)})
+                prompts.append({"prompt_token_ids": tokenizer.apply_chat_template(with_text(conversation), add_generation_prompt)})
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, priority=priority, deadline=deadline)
 
     def update_weights(self, tensors: Weights, version: str | None = None) -> None:

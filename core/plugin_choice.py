@@ -51,10 +51,7 @@ class Choice(Generic[T]):
     def load(self) -> T:
         """Load the component and check it against its interface. Raises PluginError naming the plugin, its distribution and the cause;
         modelrunner's own errors (a missing file, a bad setting) pass through unchanged."""
-        made_by = (
-            f"{self.hook} {self.offer.name!r} of plugin {self.plugin!r} (distribution {self.candidate.distribution} "
-            f"{self.candidate.version}, entry point {self.candidate.entry_point!r} = {self.candidate.target!r})"
-        )
+        made_by = f"{self.hook} {self.offer.name!r} of plugin {self.plugin!r} ({self.candidate.origin})"
         try:
             value = self.offer.load()
         except ModelRunnerError as error:
@@ -150,7 +147,7 @@ def _fallback_refused(question: Question, offer: Offer[Any]) -> str:
     lines = [
         f"Only the fallback {offer.name!r} fits {question.subject}, but a plugin that might fit better is broken:",
         *(f"  {failure}" for failure in question.broken),
-        "Repair or uninstall it, disable it with MODELRUNNER_DISABLE_PLUGINS=" + ",".join(f.plugin for f in question.broken),
+        *(f"Repair {failure.plugin}, or {failure.remedy};" for failure in question.broken),
         f"or accept the fallback with pin.{question.hook}={offer.name}.",
     ]
     return "\n".join(lines)

@@ -22,7 +22,7 @@ from modelrunner.errors import PluginError, PluginWarning
 from modelrunner.hookspecs import PROJECT, HookSpecs
 from modelrunner.plugin_choice import Asked, Choice, Question
 from modelrunner.plugin_contract import HOOKS, answer_problem, flatten, hook_arguments, hook_problems, implemented
-from modelrunner.plugin_records import Candidate, PluginFailure, PluginInfo, describe_error
+from modelrunner.plugin_records import ARGUMENT, Candidate, PluginFailure, PluginInfo, describe_error
 
 __all__ = ["Asked", "Choice", "PluginFailure", "PluginInfo", "PluginManager", "Shared"]
 
@@ -103,7 +103,7 @@ class PluginManager:
         """
         target = plugin if isinstance(plugin, str) else (plugin.__name__ if inspect.ismodule(plugin) else type(plugin).__module__)
         label = target if isinstance(plugin, str) or inspect.ismodule(plugin) else type(plugin).__qualname__
-        candidate = Candidate("argument", "-", label, target, "")
+        candidate = Candidate(ARGUMENT, "-", label, target, "", by_name=isinstance(plugin, str))
         if isinstance(plugin, str):
             try:
                 plugin = import_module(plugin)
@@ -164,13 +164,13 @@ class PluginManager:
     def choose(self, hook: str, *, pin: str | None = None, pinned_by: str = "", **arguments: Any) -> Choice[Any]:
         """The best offer for `hook`, or the one that `pin` names (an offer's name, or a plugin's). pinned_by: the setting it comes from.
 
-        Warns of plugins that failed, and of a fallback that won although a plugin accepts a nearly equal name; once per process. Raises
-        PluginError when nothing fits, offers tie, or only a fallback is left while a plugin is broken.
+        Warns of installed plugins that failed, and of a fallback that won although a plugin accepts a nearly equal name; once per process. Raises
+        PluginError when nothing fits, offers tie, only a fallback is left while a plugin is broken, or a plugin passed by name failed.
         """
         answers = self.ask(hook, **arguments)
         question = self.question(hook, pin, answers, arguments, pinned_by)
         choice = plugin_choice.choose(question)
-        self._raise_if_strict([str(a.failure) for a in answers if a.failure is not None])
+        self.refuse([a.failure for a in answers if a.failure is not None])
         self.warn_failures()
         if notice := plugin_choice.near_miss(question, choice.offer):
             warn_once(notice)
@@ -187,7 +187,10 @@ class PluginManager:
         return Question(hook, subject, pin, answers, tuple(self._failures), unused, installed, wanted, pinned_by)
 
     def collect(self, hook: str, **arguments: Any) -> list[tuple[str, Any]]:
-        """(plugin name, answer) of every plugin that answers `hook` with something. A failing plugin is left out and kept in `failures`."""
+        """(plugin name, answer) of every plugin that answers `hook` with something. A failing plugin is left out and kept in `failures`.
+
+        Raises PluginError when that was passed by name.
+        """
         collected: list[tuple[str, Any]] = []
         failed: list[PluginFailure] = []
         for candidate, function in self._implementations(hook):
@@ -201,15 +204,15 @@ class PluginManager:
             except (Exception, SystemExit) as error:
                 failed.append(PluginFailure(candidate, hook, describe_error(error), error))
         self._keep(failed)
-        self._raise_if_strict(list(map(str, failed)))
+        self.refuse(failed)
         return collected
 
     def call(self, hook: str, **arguments: Any) -> None:
         """Call `hook` in every plugin for its effect on `arguments`.
 
         An argument that is `Shared` is handed over as each plugin's own view of it, and what a failing plugin has half done to it is
-        undone; that plugin is then left out with a warning, unless it is built in or one of its offers was chosen. Otherwise a
-        failure raises PluginError.
+        undone; that plugin is then left out with a warning, unless it is built in, passed by name, or one of its offers was chosen.
+        Otherwise a failure raises PluginError.
         """
         shared = {name: value for name, value in arguments.items() if isinstance(value, Shared)}
         for candidate, function in self._implementations(hook):
@@ -223,7 +226,8 @@ class PluginManager:
             if not problem:
                 continue
             failure = PluginFailure(candidate, hook, problem, error)
-            if not undo or self._strict or candidate.built_in or candidate.name in self._chosen:
+            self.refuse([failure])
+            if not undo or candidate.built_in or candidate.name in self._chosen:
                 raise PluginError(str(failure)) from error
             for restore in undo:
                 restore()
@@ -265,8 +269,7 @@ class PluginManager:
 
     def warn_failures(self) -> None:
         """Warn (PluginWarning) of every failure and notice, once per process each."""
-        repair = "Repair or uninstall it, or leave it out with MODELRUNNER_DISABLE_PLUGINS={}"
-        messages = [*self._notices, *(f"{failure}. {repair.format(failure.plugin)}" for failure in self.failures)]
+        messages = [*self._notices, *(f"{failure}. Repair it, or {failure.remedy}" for failure in self.failures)]
         for message in messages:
             warn_once(message)
 
@@ -284,6 +287,13 @@ class PluginManager:
     def _keep(self, failures: Iterable[PluginFailure]) -> None:
         known = {(f.plugin, f.stage, f.reason) for f in self._asking_failures}
         self._asking_failures += [f for f in failures if (f.plugin, f.stage, f.reason) not in known]
+
+    def refuse(self, failures: list[PluginFailure]) -> None:
+        """Raise PluginError for a plugin that was asked for by name, and in strict mode for every other."""
+        for failure in failures:
+            if failure.candidate.by_name:
+                raise PluginError(f"{failure}. Repair it, or {failure.remedy}") from failure.error
+        self._raise_if_strict(list(map(str, failures)))
 
     def _raise_if_strict(self, complaints: list[str]) -> None:
         if self._strict and complaints:

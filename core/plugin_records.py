@@ -9,16 +9,18 @@ from packaging.utils import canonicalize_name
 
 GROUP = "modelrunner"
 BUILT_IN = "modelrunner"
+ARGUMENT = "argument"  # stands for the distribution of a plugin that was passed, and is not installed
 
 State = Literal["loaded", "disabled", "failed", "shadowed"]
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """An entry point of group `modelrunner`, found and not yet imported.
+    """An entry point of group `modelrunner`, found and not yet imported; or a plugin that was passed as an argument.
 
     distribution, version: of the installed package. entry_point: its name. target: what it points at, `package.module[:attribute]`.
     location: the folder that holds the metadata. shadowed_by: set when other metadata of the same distribution is used instead.
+    by_name: passed as the name of a module, in `-p` or `plugins`.
     """
 
     distribution: str
@@ -27,6 +29,7 @@ class Candidate:
     target: str
     location: str
     shadowed_by: str = ""
+    by_name: bool = False
 
     @property
     def name(self) -> str:
@@ -40,6 +43,20 @@ class Candidate:
     @property
     def built_in(self) -> bool:
         return canonicalize_name(self.distribution) == BUILT_IN
+
+    @property
+    def passed(self) -> bool:
+        """Whether it was passed as an argument, so that no list of the environment can leave it out."""
+        return self.distribution == ARGUMENT and not self.location
+
+    @property
+    def origin(self) -> str:
+        """Where it comes from, in words."""
+        if self.by_name:
+            return f"module {self.target!r}, given by -p or plugins=[...]"
+        if self.passed:
+            return f"an object of module {self.target!r}, given by plugins=[...]"
+        return f"entry point {self.entry_point!r} = {self.target!r}, group {GROUP!r}, distribution {self.distribution} {self.version}"
 
 
 @dataclass(frozen=True)
@@ -58,6 +75,15 @@ class PluginFailure:
     def plugin(self) -> str:
         return self.candidate.name
 
+    @property
+    def remedy(self) -> str:
+        """How to go on without it."""
+        if self.candidate.by_name:
+            return f"drop `-p {self.candidate.target}`, or its name from plugins=[...]"
+        if self.candidate.passed:
+            return "leave it out of plugins=[...]"
+        return f"uninstall it, or leave it out with MODELRUNNER_DISABLE_PLUGINS={self.plugin}"
+
     def matches(self, name: str) -> bool:
         """Whether `name`, as written in `pin.<hook>`, means this plugin."""
         return name in (self.plugin, self.candidate.entry_point) or canonicalize_name(name) == canonicalize_name(
@@ -67,10 +93,7 @@ class PluginFailure:
     def __str__(self) -> str:
         found = self.candidate
         at = {"import": "could not be imported", "version": "was refused", "registration": "was refused", "discovery": "could not be read"}
-        return (
-            f"plugin {found.name!r} (entry point {found.entry_point!r} = {found.target!r}, group {GROUP!r}, "
-            f"distribution {found.distribution} {found.version}) {at.get(self.stage, f'failed in hook {self.stage!r}')}: {self.reason}"
-        )
+        return f"plugin {found.name!r} ({found.origin}) {at.get(self.stage, f'failed in hook {self.stage!r}')}: {self.reason}"
 
 
 def describe_error(error: BaseException) -> str:

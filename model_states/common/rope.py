@@ -27,6 +27,19 @@ def inverse_frequencies(spec: RopeSpec, length: int = 0) -> tuple[torch.Tensor, 
     return frequencies, 1.0
 
 
+def half_split(head_dim: int, rotary_dim: int | None = None) -> torch.Tensor:
+    """The order of a head's rows that turns interleaved rotary positions (component 2i pairs with 2i + 1) into ours (i with
+    i + rotary_dim / 2): `weight.unflatten(0, (-1, head_dim))[:, half_split(head_dim)].flatten(0, 1)`.
+
+    rotary_dim: the components that rotate, the first ones, in whose places the others are left; None for all. Returns [head_dim] int64
+    on the CPU. Raises ValueError for a rotary_dim that is odd or not within the head.
+    """
+    rotary = head_dim if rotary_dim is None else rotary_dim
+    if rotary % 2 or not 0 <= rotary <= head_dim:
+        raise ValueError(f"rotary_dim is {rotary} in a head of {head_dim}; an even number up to that is needed")
+    return torch.cat((torch.arange(0, rotary, 2), torch.arange(1, rotary, 2), torch.arange(rotary, head_dim)))
+
+
 def llama3_frequencies(frequencies: torch.Tensor, spec: RopeSpec) -> torch.Tensor:
     """Llama 3.1: wavelengths that fit `high_freq_factor` times into the original context stay, those that fit less than `low_freq_factor`
     times are stretched by `factor`, and the ones between go over linearly in that count."""

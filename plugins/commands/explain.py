@@ -117,10 +117,12 @@ class Report:
         question = self.manager.question(hook, pin, answers, arguments, pinned_by)
         lines = [f"{hook} for {question.subject}" + (f", pinned to {pin!r}" if pin else "")]
         try:
+            self.manager.refuse([asked.failure for asked in answers if asked.failure is not None])
             choice: Choice[Any] | None = choose(question)
         except ModelRunnerError as error:
             self.unanswered.append(hook)
-            gist = [line for line in str(error).splitlines() if not line.startswith("  ")]  # the answers are listed above
+            said = str(error).splitlines()  # the answers in it are listed above
+            gist = [line.strip() for line in said if not line.startswith("  ") or line.startswith("  plugin ")]
             choice, outcome = None, f"  no winner: {' '.join(gist)}"
         else:
             assert choice is not None

@@ -100,7 +100,8 @@ def test_a_fallback_needs_everybody_well_unless_pinned() -> None:
     text = refused(manager)
     assert "Only the fallback 'cpu' fits" in text
     assert "RuntimeError: no driver" in text
-    assert "MODELRUNNER_DISABLE_PLUGINS=argument:npu" in text
+    assert "Repair argument:npu, or leave it out of plugins=[...];" in text
+    assert "MODELRUNNER_DISABLE_PLUGINS" not in text, "which does not touch plugins that are passed"
     with pytest.warns(PluginWarning, match="no driver"):
         assert choose(manager, "cpu") == "cpu"
 
@@ -208,7 +209,7 @@ def load_error(hook: str, value: Callable[[], Any], **arguments: Any) -> str:
 
 def test_an_error_while_loading_names_plugin_distribution_and_cause() -> None:
     text = load_error("device", lambda: 1 / 0, settings=None)
-    for part in ("device 'x' of plugin 'argument:a'", "distribution argument", "ZeroDivisionError: division by zero"):
+    for part in ("device 'x' of plugin 'argument:a'", "an object of module 'a', given by plugins=[...]", "ZeroDivisionError: division by zero"):
         assert part in text
 
 
@@ -310,6 +311,29 @@ def test_a_module_named_by_text_is_imported(tmp_path: Path, monkeypatch: pytest.
     assert load("acme_by_name").describe()[0].name == "argument:acme_by_name"
     with pytest.raises(PluginError, match="'acme_nowhere', asked for by name, could not be imported"):
         load("acme_nowhere")
+
+
+@pytest.mark.parametrize("body", ["raise OSError('no driver')", "return 'cuda'"])
+@pytest.mark.parametrize("hook", ["device(settings)", "settings_sections()", "kernels(register, device)"])
+def test_a_module_named_by_text_whose_hook_fails_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hook: str, body: str
+) -> None:
+    stage = hook.partition("(")[0]
+    name = f"acme_fails_{stage}_{len(body)}"
+    text = f"from modelrunner.hookspecs import hookimpl\nMODELRUNNER_API = '>=1'\n@hookimpl\ndef {hook}: {body}\n"
+    (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    manager = load(name, offering("a", "cpu"))
+    asked: dict[str, Callable[[], Any]] = {
+        "device": lambda: choose(manager),
+        "settings_sections": lambda: manager.collect(stage),
+        "kernels": lambda: manager.call(stage, register=Names([]), device=None),
+    }
+    with pytest.raises(PluginError) as caught:
+        asked[stage]()
+    origin = f"plugin 'argument:{name}' (module '{name}', given by -p or plugins=[...]) failed in hook '{stage}'"
+    assert str(caught.value).startswith(origin)
+    assert str(caught.value).endswith(f"Repair it, or drop `-p {name}`, or its name from plugins=[...]")
 
 
 def test_arguments_with_a_default_are_filled_in_too() -> None:

@@ -53,6 +53,26 @@ def test_who_loses_and_why_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert "winner: cpu of modelrunner:devices" in out
 
 
+def test_a_broken_plugin_that_keeps_a_fallback_out_is_named_with_its_cause() -> None:
+    class Broken:
+        @hookimpl
+        def tokenizer(self) -> None:
+            raise RuntimeError("no vocabulary")
+
+    manager = PluginManager.load([Broken(), Fallback()], {}, discover=False)
+    choice, lines = explain.Report(manager, load_settings({})).ask("tokenizer", card=None, settings=None)
+    assert choice is None
+    assert "is broken: plugin 'argument:" in lines[-1]
+    assert "Broken' (an object of module " in lines[-1]
+    assert "failed in hook 'tokenizer': RuntimeError: no vocabulary" in lines[-1]
+
+
+class Fallback:
+    @hookimpl
+    def tokenizer(self) -> Offer[object]:
+        return Offer("plain", lambda: None, "fallback")
+
+
 def test_an_unknown_architecture_is_told_near_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(tiny_dense(), tmp_path / "m")
     config = json.loads((tmp_path / "m" / "config.json").read_text())
