@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Self
 from pydantic import BaseModel
 
 from modelrunner.assemble import Chooser, open_checkpoint, settle
-from modelrunner.chat import Message, chat_tokenizer, num_characters, one_conversation
+from modelrunner.chat import Message, chat_tokenizer, num_characters, one_conversation, with_text
 from modelrunner.engine_link import EngineLink
 from modelrunner.errors import PluginError, PluginWarning, RequestError
 from modelrunner.messages import Sleep, UpdateWeights, WakeUp
@@ -56,6 +56,7 @@ class AsyncLLM:
         manager = PluginManager.load(plugins)
         self.settings: RunnerSettings = settle({**named, **settings}, manager)
         manager.warn_failures()
+        plugins = [plugins] if isinstance(plugins, str) else plugins
         link = self._link = EngineLink(engine_arguments(self.settings), plugins, self.settings.process.stall_limit)
         self._finalizer = weakref.finalize(self, link.close)
         try:
@@ -139,7 +140,8 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Answer one conversation by the tokenizer's chat template, as `LLM.chat` does; otherwise as `generate`.
 
-        messages: `[{"role": "user", "content": "Hello"}, ...]`; a content may be a list of text parts, which are joined. add_generation_prompt: end the prompt where the answer begins.
+        messages: `[{"role": "user", "content": "Hello"}, ...]`; a content may be a list of text parts, which are joined.
+        add_generation_prompt: end the prompt where the answer begins.
         """
         self._link.check()
         template = chat_tokenizer(self.tokenizer).apply_chat_template

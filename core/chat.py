@@ -56,8 +56,8 @@ def joined(parts: Sequence[object], message: int) -> str:
         if not isinstance(text, str):
             got = f"a part of type {part.get('type')!r}" if isinstance(part, Mapping) else f"a part {part!r}"
             raise RequestError(
-                f"messages[{message}].content[{i}]: got {got}; accepted: a text, or a list of parts {{'type': 'text', 'text': ...}}, for only "
-                "text can be read"
+                f"messages[{message}].content[{i}]: got {got}; accepted: a text, or a list of parts {{'type': 'text', 'text': ...}}: "
+                "only text can be read"
             )
         texts.append(text)
     return "".join(texts)

@@ -105,7 +105,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of a list of them, by the tokenizer's chat template; otherwise as `generate`.
 
-        messages: `[{"role": "user", "content": "Hello"}, ...]`; a content may be a list of text parts, which are joined. add_generation_prompt: end the prompt where the answer begins.
+        messages: `[{"role": "user", "content": "Hello"}, ...]`; a content may be a list of text parts, which are joined.
+        add_generation_prompt: end the prompt where the answer begins.
         """
         tokenizer = chat_tokenizer(self.tokenizer)
         prompts: list[Prompt] = []

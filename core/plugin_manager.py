@@ -59,7 +59,8 @@ class PluginManager:
     def load(
         cls, plugins: Iterable[object] = (), environ: Mapping[str, str] = os.environ, *, discover: bool = True, strict: bool | None = None
     ) -> PluginManager:
-        """A manager of the installed plugins (unless `discover` is false), then those in `plugins`: objects, or names of modules to import.
+        """A manager of the installed plugins (unless `discover` is false), then those in `plugins`: objects, or names of modules to
+        import (a single name may stand alone).
 
         A broken installed plugin is kept in `failures`; a broken one in `plugins` was asked for by name and raises PluginError. `strict`
         makes every failure raise; None takes MODELRUNNER_STRICT_PLUGINS.
@@ -68,7 +69,7 @@ class PluginManager:
         manager = cls(trace=plugin_loader.read_flag(environ, plugin_loader.TRACE), strict=strict)
         if discover:
             manager._load_installed(environ)
-        for plugin in plugins:
+        for plugin in [plugins] if isinstance(plugins, str) else plugins:
             manager.register(plugin)
         manager._raise_if_strict([*map(str, manager._failures), *manager._notices])
         return manager
@@ -164,7 +165,7 @@ class PluginManager:
     def choose(self, hook: str, *, pin: str | None = None, pinned_by: str = "", **arguments: Any) -> Choice[Any]:
         """The best offer for `hook`, or the one that `pin` names (an offer's name, or a plugin's). pinned_by: the setting it comes from.
 
-        Warns of installed plugins that failed, and of a fallback that won although a plugin accepts a nearly equal name; once per process. Raises
+        Warns of plugins that failed, and of a fallback that won although a plugin accepts a nearly equal name; once per process. Raises
         PluginError when nothing fits, offers tie, only a fallback is left while a plugin is broken, or a plugin passed by name failed.
         """
         answers = self.ask(hook, **arguments)

@@ -31,13 +31,13 @@ def half_split(head_dim: int, rotary_dim: int | None = None) -> torch.Tensor:
     """The order of a head's rows that turns interleaved rotary positions (component 2i pairs with 2i + 1) into ours (i with
     i + rotary_dim / 2): `weight.unflatten(0, (-1, head_dim))[:, half_split(head_dim)].flatten(0, 1)`.
 
-    rotary_dim: the components that rotate, the first ones, in whose places the others are left; None for all. Returns [head_dim] int64
+    rotary_dim: the components that rotate, the first ones; the others keep their places. None for all. Returns [head_dim] int64
     on the CPU. Raises ValueError for a rotary_dim that is odd or not within the head.
     """
     rotary = head_dim if rotary_dim is None else rotary_dim
     if rotary % 2 or not 0 <= rotary <= head_dim:
         raise ValueError(f"rotary_dim is {rotary} in a head of {head_dim}; an even number up to that is needed")
-    return torch.cat((torch.arange(0, rotary, 2), torch.arange(1, rotary, 2), torch.arange(rotary, head_dim)))
+    return torch.cat((torch.arange(rotary).view(rotary // 2, 2).T.flatten(), torch.arange(rotary, head_dim)))
 
 
 def llama3_frequencies(frequencies: torch.Tensor, spec: RopeSpec) -> torch.Tensor:

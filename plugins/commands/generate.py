@@ -34,6 +34,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prompt-file", dest="prompts", metavar="FILE", action="append", type=read_prompt_file, default=[],
         help="file that holds one prompt, - for standard input; a line end at its end is left out; repeatable",
     )  # fmt: skip
+    parser.add_argument(
+        "--prompt-ids", dest="prompts", metavar="IDS", action="append", type=read_ids, default=[],
+        help="token ids to go on after, separated by commas, e.g. 1,2,3; needs no tokenizer; repeatable",
+    )  # fmt: skip
     parser.add_argument("--chat", action="store_true", help="put each prompt into the model's chat template, as the user's message")
     parser.add_argument("--max-tokens", type=int, default=DEFAULT_MAX_TOKENS, metavar="N", help="most tokens to generate (%(default)s)")
     parser.add_argument("--temperature", type=float, metavar="T", help="0 for greedy; default: the model's own, else 1")
@@ -61,15 +65,25 @@ def read_prompt_file(name: str) -> str:
     return text.removesuffix("\n").removesuffix("\r")
 
 
+def read_ids(text: str) -> list[int]:
+    """A prompt of token ids."""
+    try:
+        return [int(item) for item in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}; accepted: token ids separated by commas, e.g. 1,2,3") from None
+
+
 def run(args: argparse.Namespace, manager: PluginManager) -> int:
     """Generate and print. Returns 1 when an output ended in an error."""
     from modelrunner.errors import RequestError
     from modelrunner.request import SamplingParams, default_params
 
     if not args.prompts:
-        raise RequestError("no prompt: give --prompt TEXT or --prompt-file FILE (- for standard input)")
+        raise RequestError("no prompt: give --prompt TEXT, --prompt-file FILE (- for standard input) or --prompt-ids IDS")
     if "" in args.prompts:
         raise RequestError(f"prompt {args.prompts.index('') + 1} of {len(args.prompts)} is empty; accepted: at least one character")
+    if args.chat and not all(isinstance(prompt, str) for prompt in args.prompts):
+        raise RequestError("--prompt-ids with --chat: a chat template takes text; give --prompt, or leave --chat out")
     given = {name: value for name in SAMPLING if (value := getattr(args, name)) is not None}
     SamplingParams(**given)  # a wrong parameter is told before the model is loaded
     from modelrunner.llm import LLM
@@ -77,11 +91,12 @@ def run(args: argparse.Namespace, manager: PluginManager) -> int:
     with LLM(args.model or "", plugins=args.plugins, **trace.traced(args.settings, args.trace)) as llm:
         params = SamplingParams(**{**default_params(llm.card).model_dump(exclude_defaults=True), **given})
         outputs = generate(llm, args.prompts, params, args.chat)
-    show_json(outputs) if args.json else show_text(args.prompts, outputs, args.chat)
+        decodes = llm.tokenizer is not None
+    show_json(outputs) if args.json else show_text(args.prompts, outputs, args.chat, decodes)
     return 1 if any(output.outputs[0].finish_reason == "error" for output in outputs) else 0
 
 
-def generate(llm: Any, prompts: Sequence[str], params: SamplingParams, chat: bool) -> list[RequestOutput]:
+def generate(llm: Any, prompts: Sequence[str | list[int]], params: SamplingParams, chat: bool) -> list[RequestOutput]:
     """Complete the prompts, or answer each as a conversation of its own."""
     if chat:
         return list(llm.chat([[{"role": "user", "content": prompt}] for prompt in prompts], params))
@@ -100,10 +115,15 @@ def show_json(outputs: Sequence[RequestOutput]) -> None:
         print(json.dumps(line))
 
 
-def show_text(prompts: Sequence[str], outputs: Sequence[RequestOutput], chat: bool) -> None:
-    """Each prompt with its completion joined on; of a chat the answers alone. Several have a line above each."""
+def show_text(prompts: Sequence[str | list[int]], outputs: Sequence[RequestOutput], chat: bool, decodes: bool) -> None:
+    """Each prompt with its completion joined on; of a chat, and of token ids, the answers alone. Several have a line above each.
+
+    decodes: whether there is a tokenizer; without one, answers are token ids.
+    """
     for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
         if len(outputs) > 1:
             title = prompt if chat else f"{i + 1} of {len(outputs)}"
             print(f"{'' if i == 0 else chr(10)}==> {title} <==")
-        print(("" if chat else prompt) + output.outputs[0].text)
+        answer = output.outputs[0]
+        head = prompt if isinstance(prompt, str) and not chat else ""
+        print(head + answer.text if decodes else ",".join(map(str, answer.token_ids)))

@@ -63,6 +63,7 @@ BAD: dict[str, Any] = {
     "a number": 5,
     "no role": [{"content": "x"}],
     "no content": [{"role": "user"}],
+    "a picture": [{"role": "user", "content": [{"type": "image_url"}]}],
     "too long": [{"role": "user", "content": "x" * 300}],
     "long enough for a thread": [{"role": "user", "content": "x" * (LONG_TEXT + 1)}],
     "a thread, and no role": [{"content": "x" * (LONG_TEXT + 1)}],

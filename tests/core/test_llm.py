@@ -194,6 +194,17 @@ def test_chat_applies_the_template(llm: LLM) -> None:
         llm.chat("hi")  # type: ignore[arg-type]
 
 
+def test_contents_of_text_parts_are_joined(llm: LLM) -> None:
+    parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
+    [output] = llm.chat([{"role": "user", "content": parts}], SamplingParams(max_tokens=1))
+    assert list(output.prompt_token_ids) == ByteTokenizer().encode("user: hi\nassistant: ")
+    picture = {"type": "image_url", "image_url": {"url": "x"}}
+    with pytest.raises(RequestError, match=r"messages\[0\]\.content\[1\]: got a part of type 'image_url'; accepted: a text, or"):
+        llm.chat([{"role": "user", "content": [parts[0], picture]}])
+    with pytest.raises(RequestError, match=r"messages\[0\]\.content\[0\]: got a part 'hi'"):
+        llm.chat([{"role": "user", "content": ["hi"]}])
+
+
 def test_ids_only_without_a_tokenizer(llm: LLM) -> None:
     engine = engine_of(llm)
     engine.tokenizer = None

@@ -209,7 +209,11 @@ def load_error(hook: str, value: Callable[[], Any], **arguments: Any) -> str:
 
 def test_an_error_while_loading_names_plugin_distribution_and_cause() -> None:
     text = load_error("device", lambda: 1 / 0, settings=None)
-    for part in ("device 'x' of plugin 'argument:a'", "an object of module 'a', given by plugins=[...]", "ZeroDivisionError: division by zero"):
+    for part in (
+        "device 'x' of plugin 'argument:a'",
+        "an object of module 'a', given by plugins=[...]",
+        "ZeroDivisionError: division by zero",
+    ):
         assert part in text
 
 
@@ -309,15 +313,15 @@ def test_a_module_named_by_text_is_imported(tmp_path: Path, monkeypatch: pytest.
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     assert load("acme_by_name").describe()[0].name == "argument:acme_by_name"
+    alone = PluginManager.load("acme_by_name", {}, discover=False)
+    assert [info.name for info in alone.describe()] == ["argument:acme_by_name"]
     with pytest.raises(PluginError, match="'acme_nowhere', asked for by name, could not be imported"):
         load("acme_nowhere")
 
 
 @pytest.mark.parametrize("body", ["raise OSError('no driver')", "return 'cuda'"])
 @pytest.mark.parametrize("hook", ["device(settings)", "settings_sections()", "kernels(register, device)"])
-def test_a_module_named_by_text_whose_hook_fails_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hook: str, body: str
-) -> None:
+def test_a_module_named_by_text_whose_hook_fails_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hook: str, body: str) -> None:
     stage = hook.partition("(")[0]
     name = f"acme_fails_{stage}_{len(body)}"
     text = f"from modelrunner.hookspecs import hookimpl\nMODELRUNNER_API = '>=1'\n@hookimpl\ndef {hook}: {body}\n"

@@ -38,9 +38,7 @@ def test_scores_are_those_of_the_interleaved_rotation(head_dim: int, rotary_dim:
     q, k = apply_rope(project(q_weight, True), project(k_weight, True), None, cos_sin)
     torch.testing.assert_close(q, want_q[..., order])
     torch.testing.assert_close(k, want_k[..., order])
-    scores, want = (
-        torch.einsum("qhd,khd->hqk", a, b.repeat_interleave(heads // kv_heads, 1)) for a, b in ((q, k), (want_q, want_k))
-    )
+    scores, want = (torch.einsum("qhd,khd->hqk", a, b.repeat_interleave(heads // kv_heads, 1)) for a, b in ((q, k), (want_q, want_k)))
     torch.testing.assert_close(scores, want)
 
 

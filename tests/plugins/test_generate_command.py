@@ -22,6 +22,7 @@ class FakeLLM:
     calls: list[Any] = []  # noqa: RUF012
     generation: dict[str, Any] = {}  # noqa: RUF012
     reason = "length"
+    tokenizer: Any = "some"
 
     def __init__(self, model: str = "", *, plugins: Any = (), **settings: Any) -> None:
         self.card = ModelCard("m", Path("m"), "dummy", ("X",), "x", generation=self.generation)
@@ -34,7 +35,7 @@ class FakeLLM:
 
     def generate(self, prompts: list[str], params: SamplingParams) -> list[RequestOutput]:
         self.calls.append(("generate", prompts, params))
-        return [self.answer(prompt) for prompt in prompts]
+        return [self.answer(prompt if isinstance(prompt, str) else "ids") for prompt in prompts]
 
     def chat(self, messages: list[list[dict[str, str]]], params: SamplingParams) -> list[RequestOutput]:
         self.calls.append(("chat", messages, params))
@@ -102,6 +103,17 @@ def test_chat_makes_a_conversation_of_each_prompt(capsys: pytest.CaptureFixture[
     assert FakeLLM.calls[1][:2] == ("chat", [[{"role": "user", "content": "a"}], [{"role": "user", "content": "b"}]])
 
 
+def test_token_ids_are_a_prompt_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Their text is not repeated; without a tokenizer the answer is ids as well."""
+    assert run("--prompt-ids", "1,2, 3") == 0
+    assert capsys.readouterr().out == "IDS\n"
+    assert FakeLLM.calls[1][1] == [[1, 2, 3]]
+    monkeypatch.setattr(FakeLLM, "tokenizer", None)
+    assert run("--prompt-ids", "7", "--skip-tokenizer-init") == 0
+    assert capsys.readouterr().out == "4,5\n"
+    assert FakeLLM.calls[0][2] == {"skip_tokenizer_init": True}
+
+
 def test_plugin_modules_reach_the_engine() -> None:
     assert cli.main(["-p", "modelrunner.plugins.tokenizers", "generate", "--prompt", "a"]) == 0
     assert FakeLLM.calls[0][1] == ["modelrunner.plugins.tokenizers"]
@@ -109,6 +121,8 @@ def test_plugin_modules_reach_the_engine() -> None:
 
 WRONG = [
     ([], "no prompt: give --prompt TEXT or --prompt-file FILE"),
+    (["--prompt-ids", "1,x"], "'1,x'; accepted: token ids separated by commas"),
+    (["--prompt-ids", "1", "--chat"], "a chat template takes text"),
     (["--prompt", "a", "--temperature", "nan"], "temperature: got a number that is not finite"),
     (["--prompt", "a", "--temperature", "-1"], "temperature: got -1.0"),
     (["--prompt", "a", "--max-tokens", "0"], "max_tokens: got 0"),
