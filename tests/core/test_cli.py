@@ -216,3 +216,8 @@ def test_other_system_errors_of_a_command_are_not_taken_for_output(acme: str, tm
     monkeypatch.setattr("modelrunner.cli._run", run_it)
     with pytest.raises(FileNotFoundError):
         main(["plugins"])
+
+
+def test_the_package_runs_as_a_module() -> None:
+    done = subprocess.run([sys.executable, "-P", "-m", "modelrunner", "--version"], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.startswith("modelrunner ")

@@ -30,6 +30,24 @@ def test_requests_past_their_deadline_are_forgotten() -> None:
     EngineProbe(driver).assert_clean()
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_model_len": 10**9}, "model.max_model_len is 1000000000 tokens, but the model holds at most"),
+        ({"cache": {"memory_bytes": 1}}, "the cache would get 1 bytes, less than the 2 pages"),
+    ],
+)
+def test_what_the_settings_make_impossible_is_told_before_a_weight_is_read(
+    settings: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(*arguments: object) -> None:
+        raise AssertionError("the weights are read")
+
+    monkeypatch.setattr("modelrunner.assemble.build_module", read)
+    with pytest.raises(CapacityError, match=message):
+        LLM(dense().model, plugins=dense().plugins, **settings)
+
+
 @pytest.mark.parametrize("kind", ["cumulative", "delta", "final_only"])
 def test_an_aborted_id_may_be_taken_again_at_once(kind: str) -> None:
     """The old request's last output used to take the new one's stop strings away."""
