@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from modelrunner.errors import RequestError
+from modelrunner.errors import RequestError, kind_of
 from modelrunner.text import Tokenizer
 
 Message = Mapping[str, Any]
@@ -21,7 +21,7 @@ def chat_tokenizer(tokenizer: Tokenizer | None) -> Tokenizer:
 def conversations(messages: object) -> list[Any]:
     """The conversations of a call: a list of mappings is one, a list of anything else is several. Raises RequestError for no list."""
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
-        raise RequestError(f"messages: got a {type(messages).__name__}; accepted: a list of mappings with 'role' and 'content'")
+        raise RequestError(f"messages: got {kind_of(messages)}; accepted: a list of mappings with 'role' and 'content'")
     return [messages] if not messages or isinstance(messages[0], Mapping) else list(messages)
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import modelrunner
 from modelrunner.errors import ModelRunnerError, ModelRunnerWarning, PluginError, SettingsError
+from modelrunner.plugin_loader import STRICT, read_flag
 from modelrunner.plugin_manager import PluginManager
 
 EXIT_ERROR = 2
@@ -124,6 +125,12 @@ def _run(head: argparse.Namespace, rest: list[str]) -> int:
     args = parser.parse_args(rest)
     args.plugins, args.settings = head.plugins, settings_arguments(given, own)
     return commands[args.command].run(args, manager)
+
+
+def plugin_status(manager: PluginManager) -> int:
+    """Exit status of a command that reports on plugins: 2 when MODELRUNNER_STRICT_PLUGINS is set and one failed or a listed name is
+    unknown, else 0."""
+    return EXIT_ERROR if read_flag(os.environ, STRICT) and (manager.failures or manager.notices) else 0
 
 
 def collect_commands(manager: PluginManager) -> dict[str, Command]:

@@ -46,6 +46,12 @@ class CapacityWarning(ModelRunnerWarning):
     """A size that fits, but less than was asked for or than the model could do."""
 
 
+def kind_of(value: object) -> str:
+    """The type of `value` with its article, for messages: "an int"."""
+    name = type(value).__name__
+    return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
+
+
 def warn_caller(message: str, category: type[Warning]) -> None:
     """Warn at the line outside this package that led here."""
     frame, level = sys._getframe(), 1

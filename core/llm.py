@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from modelrunner.chat import Message, chat_tokenizer, conversations, with_text
 from modelrunner.engine import Engine
-from modelrunner.errors import RequestError
+from modelrunner.errors import RequestError, kind_of
 from modelrunner.new_weights import Weights, checkpoint_name, checkpoint_tensors
 from modelrunner.request import OutputKind, Prompt, RequestOutput, SamplingParams, default_params
 
@@ -146,7 +146,7 @@ class LLM:
     def _final_only(self, params: object) -> SamplingParams:
         params = self.default_sampling_params() if params is None else params
         if not isinstance(params, SamplingParams):
-            raise RequestError(f"sampling_params: got a {type(params).__name__}; accepted: SamplingParams, or a list of them")
+            raise RequestError(f"sampling_params: got {kind_of(params)}; accepted: SamplingParams, or a list of them")
         return params.model_copy(update={"output_kind": OutputKind.FINAL_ONLY})
 
     def _run(self, pending: dict[str, int], results: list[RequestOutput | None], use_tqdm: bool, after_step: Callable[[], None]) -> None:
@@ -216,9 +216,7 @@ def as_list(prompts: Any) -> list[Any]:
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
     if not isinstance(prompts, Iterable) or isinstance(prompts, bytes) or getattr(prompts, "ndim", 1) == 0:
-        raise RequestError(
-            f"prompts: got a {type(prompts).__name__}; accepted: text, token ids, a mapping with one of them, or a list of these"
-        )
+        raise RequestError(f"prompts: got {kind_of(prompts)}; accepted: text, token ids, a mapping with one of them, or a list of these")
     many = list(prompts)
     one = bool(many) and hasattr(many[0], "__index__") and not hasattr(many[0], "__len__")
     return [many] if one else many

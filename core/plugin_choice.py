@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from modelrunner.settings import RunnerSettings
 
 T = TypeVar("T")
+SUFFIX = "forcausallm"
+RESEMBLES = 0.75  # of two names without "ForCausalLM": a hint may be wrong, but not noise
 LOOKS_ALIKE = 0.88  # of two architectures without "ForCausalLM": "Lama" does look like "Llama", "Mixtral" not like "Mistral"
 
 
@@ -130,7 +132,8 @@ def _pin_unknown(question: Question) -> str:
     near = near_names([question.pin or ""], names, n=1)
     if near:
         lines.append(f"Did you mean {near[0]!r}?")
-    lines += _near_line(question)
+    if any(question.pin in (asked.plugin, asked.candidate.entry_point) for asked in question.answers):  # the pin is right, the model is not
+        lines += _near_line(question)
     pinned_failures = [f for f in question.broken if question.pin is not None and f.matches(question.pin)]
     lines += [f"The pinned {failure}" for failure in pinned_failures]
     return "\n".join([*lines, *heard(question, skip=pinned_failures)])
@@ -159,16 +162,25 @@ def nothing_fits(question: Question) -> str:
     lines += _near_line(question)
     lines += heard(question)
     lines.append("Install a plugin for it, or pass one as LLM(plugins=[...]) or -p MODULE; `modelrunner plugins` lists what is installed.")
+    if question.hook == "model_state" and len(question.wanted) > 1 and question.wanted[0].isidentifier():
+        lines.append(f"`modelrunner new-plugin NAME --kind model-state --architecture {question.wanted[0]}` writes one to start from.")
     return "\n".join(lines)
 
 
 def near_names(wanted: Iterable[str], known: Iterable[str], n: int = 3) -> list[str]:
-    """Those of `known` that resemble a name of `wanted`, whatever the case of either: up to `n` for each, the nearest first."""
+    """Those of `known` that resemble a name of `wanted`, whatever the case of either: up to `n` for each, the nearest first.
+
+    The ending that all architectures share makes none of them alike.
+    """
     spelt: dict[str, list[str]] = {}
     for name in sorted(set(known)):
-        spelt.setdefault(name.casefold(), []).append(name)
-    near = [name for want in wanted for match in get_close_matches(want.casefold(), spelt, n=n) for name in spelt[match]]
+        spelt.setdefault(_stem(name), []).append(name)
+    near = [name for want in wanted for match in get_close_matches(_stem(want), spelt, n=n, cutoff=RESEMBLES) for name in spelt[match]]
     return list(dict.fromkeys(near))
+
+
+def _stem(name: str) -> str:
+    return name.casefold().removesuffix(SUFFIX)
 
 
 def _near_line(question: Question) -> list[str]:
@@ -200,11 +212,10 @@ def _look_alike(one: str, other: str) -> bool:
     """Whether one architecture may be a misspelling of the other."""
     if re.findall(r"\d+", one) != re.findall(r"\d+", other):
         return False
-    suffix = "forcausallm"
     first, second = one.casefold(), other.casefold()
-    if first.endswith(suffix) != second.endswith(suffix):
+    if first.endswith(SUFFIX) != second.endswith(SUFFIX):
         return False  # a model_type is no misspelt architecture
-    return SequenceMatcher(None, first.removesuffix(suffix), second.removesuffix(suffix)).ratio() >= LOOKS_ALIKE
+    return SequenceMatcher(None, _stem(one), _stem(other)).ratio() >= LOOKS_ALIKE
 
 
 def heard(question: Question, skip: Sequence[PluginFailure] = ()) -> list[str]:
@@ -231,14 +242,20 @@ def describe_subject(hook: str, arguments: Mapping[str, Any]) -> tuple[str, tupl
     if hook in ("model_state", "model_config") and card is not None:
         names = tuple(getattr(card, "architectures", ()))
         model_type = getattr(card, "model_type", "")
-        return f"architectures {list(names)} (model_type {model_type!r}) of model {getattr(card, 'name', '')!r}", (*names, model_type)
+        return f"architectures {list(names)} (model_type {model_type!r}) of {_model(card)}", (*names, model_type)
     if group is not None:
         device = getattr(arguments.get("device"), "name", "?")
         return f"cache group {getattr(group, 'name', group)!r} ({type(group).__name__}) on device {device!r}", ()
     if card is not None:
-        return f"model {getattr(card, 'name', '')!r} ({getattr(card, 'format', '?')})", ()
+        return f"{_model(card)} ({getattr(card, 'format', '?')})", ()
     if path is not None:
         return f"checkpoint {str(path)!r}", ()
     if "name" in arguments:
-        return f"model name {arguments['name']!r}", (str(arguments["name"]),)
+        return f"model name {arguments['name']!r}" if arguments["name"] else "the default model", (str(arguments["name"]),)
     return "this engine", ()
+
+
+def _model(card: Any) -> str:
+    """The model as it was named; without a name, the file that stood in."""
+    name = getattr(card, "name", "")
+    return f"model {name!r}" if name else f"the default model ({getattr(getattr(card, 'path', None), 'name', '?')})"

@@ -85,7 +85,7 @@ def words_for(name: str, kind: str, manager: PluginManager, architecture: str = 
         "architecture_note": f"# {MUST_EQUAL}." if architecture else f"# A guess. {MUST_EQUAL}.",
         "architecture_line": f"{MUST_EQUAL}." if architecture else f"That name is a guess. {MUST_EQUAL}.",
         "about": KINDS[kind],
-        "api": f">={API_VERSION},<{major + 1}",
+        "api": f">={major},<{major + 1}",
     }
 
 

@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from modelrunner.cli import Command
+from modelrunner.cli import Command, plugin_status
 from modelrunner.hookspecs import API_VERSION
 from modelrunner.plugin_contract import HOOKS
 from modelrunner.plugin_manager import PluginInfo, PluginManager
@@ -24,11 +24,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, manager: PluginManager) -> int:
-    """Always 0: a broken plugin is something to list."""
+    """0, for a broken plugin is something to list; in strict mode 2 when one is broken."""
     lines = [info for info in manager.describe() if args.hook is None or args.hook in info.hooks]
     if args.json:
         print(json.dumps([asdict(info) for info in lines], indent=2))
-        return 0
+        return plugin_status(manager)
     print(f"plugin interface {API_VERSION}")
     print(table(["NAME", "VERSION", "API", "STATE", "HOOKS"], [_cells(info) for info in lines]))
     for info in lines:
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace, manager: PluginManager) -> int:
             print(textwrap.indent(info.error, "  "))
     for notice in manager.notices:
         print(f"\nwarning: {notice}")
-    return 0
+    return plugin_status(manager)
 
 
 def _cells(info: PluginInfo) -> list[str]:

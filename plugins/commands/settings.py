@@ -35,7 +35,8 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, manager: PluginManager) -> int:
-    """Run one of the three actions. Raises SettingsError for settings that are wrong."""
+    """Run one of the three actions; 2 in strict mode when a plugin is broken. Raises SettingsError for settings that are wrong."""
+    from modelrunner.cli import plugin_status
     from modelrunner.settings import load_settings, merge_sections, setting_origins, settings_class
 
     given: Mapping[str, Any] = args.settings
@@ -52,7 +53,7 @@ def run(args: argparse.Namespace, manager: PluginManager) -> int:
     else:
         settings = load_settings(given, sections=sections)
         print("\n".join(settings_toml(settings, setting_origins(given, sections=sections))))
-    return 0
+    return plugin_status(manager)
 
 
 def settings_toml(settings: RunnerSettings, origins: Mapping[str, str]) -> Iterator[str]:

@@ -175,12 +175,17 @@ def test_a_plugins_command_runs(plugin_site: PluginSite, capsys: pytest.CaptureF
     assert run(capsys, "acme-hello")[:2] == (0, "hello from acme\n")
 
 
-def test_listing_goes_on_in_strict_mode(
-    plugin_site: PluginSite, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("line", [["plugins"], ["plugins", "--json"], ["settings", "show"]])
+def test_listing_goes_on_in_strict_mode_and_fails(
+    plugin_site: PluginSite, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], line: list[str]
 ) -> None:
     plugin_site.install("acme-import-error")
+    plain, strict = run(capsys, *line), None
     monkeypatch.setenv("MODELRUNNER_STRICT_PLUGINS", "1")
-    assert run(capsys, "plugins")[0] == 0
+    strict = run(capsys, *line)
+    assert (plain[0], strict[0]) == (0, 2)
+    assert strict[1:] == plain[1:]
+    assert "acme-import-error" in "".join(strict[1:])
 
 
 @pytest.mark.parametrize("line", [["--version"], ["plugins"], ["--help"], ["generate", "--help"]])

@@ -143,7 +143,7 @@ def test_default_parameters_are_the_checkpoints_and_only_the_end_is_reported(llm
 BAD_CALLS: list[tuple[dict[str, Any], str]] = [
     ({"prompts": ["a", "b", []]}, r"prompts\[2\]: prompt: it is empty"),
     ({"prompts": ["a", [5, 999]]}, r"prompts\[1\]: prompt token ids: got 999 at position 1"),
-    ({"prompts": 5}, "prompts: got a int"),
+    ({"prompts": 5}, "prompts: got an int"),
     ({"prompts": b"a"}, "prompts: got a bytes"),
     ({"prompts": np.array(5)}, "prompts: got a ndarray"),
     ({"prompts": None}, "prompts: got a NoneType"),
@@ -192,6 +192,8 @@ def test_chat_applies_the_template(llm: LLM) -> None:
         llm.chat([one, [{"content": "x"}]])
     with pytest.raises(RequestError, match="messages: got a str"):
         llm.chat("hi")  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="messages: got an int"):
+        llm.chat(3)  # type: ignore[arg-type]
 
 
 def test_contents_of_text_parts_are_joined(llm: LLM) -> None:

@@ -147,7 +147,8 @@ def test_nothing_fits_tells_who_said_what_and_near_names() -> None:
     text = str(caught.value)
     for part in (
         "architectures ['LamaForCausalLM'] (model_type 'lama') of model 'm'",
-        "Near names: LlamaForCausalLM",
+        "Near names: LlamaForCausalLM.\n",
+        "`modelrunner new-plugin NAME --kind model-state --architecture LamaForCausalLM` writes one",
         "argument:dense declined: only these (accepts LlamaForCausalLM, Qwen3ForCausalLM)",
         "not their business: argument:quiet",
         "'argument:ill'",
@@ -155,6 +156,29 @@ def test_nothing_fits_tells_who_said_what_and_near_names() -> None:
         "installed plugins: argument:dense",
     ):
         assert part in text
+
+
+def test_the_common_ending_makes_no_name_near() -> None:
+    manager = load(plugin("dense", model_state=lambda card: Decline("only these", ("LlamaForCausalLM", "Qwen3ForCausalLM"))))
+    card = ModelCard("m", Path("m"), "dummy", ("GlmForCausalLM",), "glm")
+    with pytest.raises(PluginError) as caught:
+        manager.choose("model_state", card=card, settings=None)
+    assert "Near names" not in str(caught.value)
+
+
+def test_a_wrong_pin_is_told_near_offers_only() -> None:
+    offers = plugin("mine", model_state=lambda card: [Offer("dense", lambda: None), Decline("no", ("LlamaForCausalLM",))])
+    card = ModelCard("m", Path("m"), "dummy", ("LamaForCausalLM",), "lama")
+    with pytest.raises(PluginError, match="Did you mean 'dense'") as caught:
+        load(offers).choose("model_state", pin="dens", card=card, settings=None)
+    assert "Near names" not in str(caught.value)
+
+
+def test_the_default_model_is_called_that() -> None:
+    with pytest.raises(PluginError, match=r"for the default model \(small\.gguf\) \(gguf\)"):
+        load().choose("tokenizer", card=ModelCard("", Path("small.gguf"), "gguf", (), ""), settings=None)
+    with pytest.raises(PluginError, match="for the default model"):
+        load().choose("model_source", name="", settings=None)
 
 
 def declining(accepts: str) -> types.ModuleType:

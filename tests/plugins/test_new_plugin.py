@@ -76,7 +76,7 @@ def test_the_model_wins_and_runs(fresh: Path, tmp_path: Path) -> None:
     """Chosen for a checkpoint by its architecture, and run there with random weights; the observer speaks when it is asked to, and the
     taps, too, act on a request that asks."""
     sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = {"architectures": ["NightOrchidForCausalLM"], "max_position_embeddings": 64, **sizes}
+    config = {"architectures": ["NightOrchidForCausalLM"], "rms_norm_eps": 1e-5, "max_position_embeddings": 64, **sizes}
     (tmp_path / "config.json").write_text(json.dumps(config))
     run = "; ".join(
         [

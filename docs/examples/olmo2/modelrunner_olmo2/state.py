@@ -64,7 +64,7 @@ class Olmo2State(ModelState):
         layers = tuple(range(positive(card, "num_hidden_layers")))
         self.group = FullAttention("full", layers, *head_counts(card), head_dim, head_dim**-0.5)
         self.rope = rope_spec(card.config, head_dim)
-        self.eps = float(card.config.get("rms_norm_eps", 1e-5))
+        self.eps = float(card.config["rms_norm_eps"])
         self.tied = bool(card.config.get("tie_word_embeddings", False))
         self.bias = bool(card.config.get("attention_bias", False))
 
