@@ -22,7 +22,7 @@ def table() -> str:
     lines = []
     for name in sorted(tolerances):
         signature = inspect.signature(functions[name])
-        arguments = ", ".join(f"`{argument}`" for argument in signature.parameters)
+        arguments = ", ".join(f"`{'*' * (p.kind is p.VAR_POSITIONAL)}{p.name}`" for p in signature.parameters.values())
         told = (inspect.getdoc(getattr(fusions, name, functions[name])) or "").partition("\n\n")[0].replace("\n", " ").replace("|", "\\|")
         lines.append(
             f"| `{name}` | {arguments} | {returned(signature)} | {spelt(tolerances[name])} | {told.partition('. ')[0].rstrip('.')} |"
