@@ -122,7 +122,7 @@ def assemble(arguments: Mapping[str, Any], plugins: Sequence[object] = ()) -> As
             f"the cache of {num_pages} pages of {page_bytes} bytes does not fit on device {device.name!r}; lower cache.num_pages or "
             f"cache.memory_bytes ({error})"
         ) from error
-    columns = [*core_columns(layouts, max_model_len), *sampler.columns(settings), *needs.columns]
+    columns = [*core_columns(layouts, max_model_len), *sampler.columns(settings, needs.vocab_size), *needs.columns]
     with blaming(f"the request table with the columns of model_state {choose.chosen['model_state']}"):
         table = RequestTable(columns, settings.scheduler.max_rows, device.torch_device, patch_capacity(settings, layouts, columns))
     backends: dict[str, AttentionBackend] = {}
@@ -266,7 +266,9 @@ def core_columns(layouts: Sequence[GroupLayout], max_model_len: int) -> list[Col
 def patch_capacity(settings: RunnerSettings, layouts: Sequence[GroupLayout], columns: Sequence[Column]) -> int:
     """Words that a step's edits may take: a new page for each row and each token, and a few admissions that fill every column."""
     growth = (1 + RUN_OVERHEAD) * len(layouts) * (settings.scheduler.max_rows + settings.scheduler.max_batched_tokens)
-    row = sum((2 if column.seats is None else 4) * column.width + 16 for column in columns)  # at least `PatchBuilder.row_words`
+    row = sum(
+        (2 if column.seats is None else 4) * (1 if column.on_device else column.width) + 16 for column in columns
+    )  # at least `PatchBuilder.row_words`
     return growth + 4 * row
 
 

@@ -35,6 +35,14 @@ class Feature(IntFlag):
     GREEDY = 0
     PLAIN = 1  # sampled with noise
     FILTERED = 2  # top-k, top-p or min-p cut the vocabulary first; goes with PLAIN
+    ALLOWED = 4  # only listed ids
+    BIASED = 8  # numbers added to listed ids
+    KEPT_GOING = 16  # no stop id before min_tokens
+    BANNED = 32  # bad words
+    PENALISED = 64  # repetition, presence or frequency
+
+
+EDITED = Feature.ALLOWED | Feature.BIASED | Feature.KEPT_GOING | Feature.BANNED | Feature.PENALISED  # logits change before the draw
 
 
 class Record(IntEnum):

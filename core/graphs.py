@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from modelrunner.attention import AttentionBackend
-from modelrunner.batch import Feature, Plan
+from modelrunner.batch import EDITED, Feature, Plan
 from modelrunner.device import Device
 from modelrunner.model_state import ModelState, Needs, No
 
 KINDS = (Feature.GREEDY, Feature.PLAIN)  # tails captured at start-up; others on their second use
-CAPTURED = int(Feature.PLAIN | Feature.FILTERED)  # features of tails that can be captured: not those of taps
+CAPTURED = int(Feature.PLAIN | Feature.FILTERED | EDITED)  # features of tails that can be captured: not those of taps
 
 
 class Key(NamedTuple):
@@ -81,7 +81,8 @@ class StepGraphs:
         """The graph that runs `plan`, padded to `num_rows`; None for a step that is not captured."""
         if plan.num_decode != plan.num_rows or plan.num_draft or num_rows not in self._buckets or int(plan.features) & ~CAPTURED:
             return None
-        return Key(num_rows, plan.features)
+        features = plan.features | EDITED if plan.features & EDITED else plan.features  # one graph edits all that a row may ask for
+        return Key(num_rows, features)
 
     def run(self, key: Key) -> None:
         """D. Run the step of `key` on the inputs that are staged."""

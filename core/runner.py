@@ -1,7 +1,8 @@
 """The runner: launch a planned step, collect its results. It holds what every model shares and nothing else.
 
-`launch` packs the plan into a pinned buffer, hands the device one closure and one copy on the side stream, and returns. The closure is the
-step: patch, gather, embed, layers, hidden states at the sampling positions (the body); head, sampling, state update, record (the tail).
+`launch` packs what is new in the plan into a pinned buffer, hands the device one closure and one copy on the side stream, and returns. The
+closure is the step: patch, gather, embed, layers, hidden states at the sampling positions (the body); head, sampling, state update, record
+(the tail).
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from tqdm import tqdm  # type: ignore[import-untyped,unused-ignore]
 
 from modelrunner.attention import AttentionBackend, AttentionMeta, BoundAttention, ByGroup, attention_meta
-from modelrunner.batch import EMPTY_PATCH, Batch, Feature, Outcome, Plan, Record, Ticket, record_words
+from modelrunner.batch import EDITED, EMPTY_PATCH, Batch, Feature, Outcome, Patch, Plan, Record, Ticket, record_words
 from modelrunner.device import Device, Event, PinnedBuffer
 from modelrunner.errors import EngineError, PluginError
+from modelrunner.extras import Extras
 from modelrunner.graphs import GraphReport, Key, StepGraphs
 from modelrunner.model_state import ModelState, Needs, Tap
 from modelrunner.ops import Ops
@@ -49,30 +50,26 @@ class Parts:
     taps: TapSet
 
 
-class Extras:
-    """The way of what taps report: a device ring of byte records beside the ring of step records, and a pinned buffer per entry."""
+@dataclass(frozen=True)
+class Route:
+    """How steps run that have the rows of `plan`: padded to `shape`, as the graph `replay`, or eagerly if that is None.
 
-    def __init__(self, device: Device, entries: int, rows: int, record_bytes: int) -> None:
-        self.device = device
-        self.packed = torch.zeros(rows, record_bytes, dtype=torch.uint8, device=device.torch_device)
-        self.ring = torch.zeros(entries, rows, record_bytes, dtype=torch.uint8, device=device.torch_device)
-        self.results = [device.pinned(rows * record_bytes) for _ in range(entries)] if record_bytes else []
+    The last launched step's rows are still on the device, so a step of the same route sends its patch only.
+    """
 
-    def write(self, active: ActiveTaps, batch: Batch, counter: torch.Tensor) -> None:
-        """D. Put the step's results into the ring entry that `counter` names."""
-        packed = self.packed[: batch.num_rows]
-        active.write(batch, packed)
-        self.ring[:, : batch.num_rows].index_copy_(0, counter % self.ring.shape[0], packed.unsqueeze(0))
+    plan: Plan
+    shape: Shape
+    replay: Callable[[], None] | None
 
-    def download(self, entry: int, num_rows: int) -> Event:
-        return self.device.download(lambda: self.ring[entry, :num_rows], self.results[entry])
-
-    def take(self, entry: int, num_rows: int) -> npt.NDArray[np.uint8]:
-        """A copy of what was downloaded: [num_rows, record bytes]. Frees the buffer."""
-        size = self.ring.shape[2]
-        records = self.results[entry].array[: num_rows * size].reshape(num_rows, size).copy()
-        self.device.release(self.results[entry])
-        return records
+    def serves(self, plan: Plan) -> bool:
+        """Whether `plan` has the very arrays of this route; they are not written any more (see `steady`)."""
+        own = self.plan
+        return (
+            plan.rows is own.rows
+            and plan.generations is own.generations
+            and plan.num_query is own.num_query
+            and plan.features is own.features
+        )
 
 
 class Runner:
@@ -105,10 +102,12 @@ class Runner:
         self.counter = torch.zeros(1, dtype=torch.int64, device=self.device.torch_device)
         self.plans = [self.device.pinned(4 * self.packer.capacity) for _ in range(entries)]
         self.results = [self.device.pinned(4 * rows * words) for _ in range(entries)]
+        self.plan_words, self.result_words = ([buffer.array.view(np.int32) for buffer in ring] for ring in (self.plans, self.results))
         self.extras = Extras(self.device, entries, rows, parts.taps.record_bytes)
         self.events: list[Event | None] = [None] * entries
         self.extra_events: list[Event | None] = [None] * entries
         self.launched = 0
+        self.route: Route | None = None  # of the last launched step, while its rows are on the device
         self.warming_up = False
         self.max_model_len = max_model_len
         self.graphs = StepGraphs(self.device, buckets.rows, self._closure, no_graphs)
@@ -119,12 +118,11 @@ class Runner:
         """Run steps of a dead row, one of each kind of tail, so that what cannot run fails at start-up and not at the first request."""
         plan = self._blank_plan()
         self.state.fill_dummy(self.buffers.batch(plan, self.buckets.shape(plan), self.parts.table.columns))
-        kinds = [replace(plan, features=features) for features in (Feature.GREEDY, Feature.PLAIN, Feature.PLAIN | Feature.FILTERED)]
+        kinds = [replace(plan, features=features) for features in (Feature.GREEDY, Feature.PLAIN, Feature.PLAIN | Feature.FILTERED, EDITED)]
 
         def first(kind: Plan) -> None:
             shape = self.buckets.shape(kind)
-            words = self.packer.pack(kind, shape, self.scratch_row, _int32(self.plans[0]))
-            self._upload(kind, self.plans[0], words)
+            self._pack(kind, shape, 0, rows=True)()
             self._computation(kind, shape, None)()
 
         self.device.build([partial(first, kind) for kind in kinds])
@@ -156,11 +154,12 @@ class Runner:
 
     def capture(self) -> GraphReport:
         """Capture the steps that decode, after `warm_up`. The counter is put back: entries written meanwhile are nobody's."""
-        plan, staged = self._blank_plan(), self.plans[0]
+        plan = self._blank_plan()
+        self.route = None
 
         def stage(key: Key) -> None:
-            words = self.packer.pack(plan, Shape(key.num_rows, key.num_rows, key.num_rows, 1), self.scratch_row, _int32(staged))
-            self.device.launch(lambda: self._upload(plan, staged, words))
+            upload = self._pack(plan, Shape(key.num_rows, key.num_rows, key.num_rows, 1), 0, rows=True)
+            self.device.launch(upload)
             self.device.synchronize()  # the buffer is written again for the next shape
 
         def first(key: Key) -> None:
@@ -183,19 +182,23 @@ class Runner:
         """
         entry = self.launched % len(self.plans)
         assert self.events[entry] is None, "more steps in flight than the pipeline is deep"
-        shape = self.buckets.shape(plan)
-        words = self.packer.pack(plan, shape, self.scratch_row, _int32(self.plans[entry]))
-        key, taps = self.graphs.key(plan, shape.num_rows), None
-        if key is not None:
-            compute: Callable[[], None] = partial(self.graphs.run, key)
-        else:
+        route, taps = self.route, None
+        known = route is not None and route.serves(plan)
+        if route is None or not known:
+            route = self._new_route(plan)
+        compute = route.replay
+        if compute is None:
             taps = self.parts.taps.active(plan.features)
-            compute = self._computation(plan, shape, taps)
+            compute = self._computation(plan, route.shape, taps)
+        work = compute if known and plan.patch.empty else partial(_in_order, self._pack(plan, route.shape, entry, rows=not known), compute)
+        self.route = None  # until it is known that the rows are there
         try:
-            self.device.launch(lambda: self._step(plan, self.plans[entry], words, compute))
+            self.device.launch(work)
         except BaseException:
             self._rewind()
+            self.device.synchronize()  # the next launch writes the buffer that a copy may be reading
             raise
+        self.route = route
         self.launched += 1
         try:
             self.events[entry] = self.device.download(lambda: self.ring[entry, : plan.num_rows], self.results[entry])
@@ -204,6 +207,19 @@ class Runner:
         except BaseException as error:
             raise EngineError(f"step {plan.step} runs, but its results cannot be fetched: {error}") from error
         return Ticket(plan, entry)
+
+    def _new_route(self, plan: Plan) -> Route:
+        shape = self.buckets.shape(plan)
+        key = self.graphs.key(plan, shape.num_rows)
+        return Route(plan, shape, None if key is None else partial(self.graphs.run, key))
+
+    def _pack(self, plan: Plan, shape: Shape, entry: int, *, rows: bool) -> Callable[[], None]:
+        """Put the plan's rows, if asked, and its patch into a pinned buffer. Returns the work that brings them to the device."""
+        words = self.plan_words[entry]
+        if rows:
+            self.packer.pack_rows(plan, shape, self.scratch_row, words)
+        start, end = 0 if rows else self.packer.patch_start, self.packer.pack_patch(plan.patch, words)
+        return partial(self._upload, plan.patch, self.plans[entry], start, end)
 
     def _closure(self, key: Key) -> Callable[[], None]:
         """A step of decode rows with the bounds of any such step, for a graph."""
@@ -220,7 +236,7 @@ class Runner:
             (name, BoundAttention(backend, self.layer_index[name], self._metadata(backend, batch)))
             for name, backend in self.parts.backends.items()
         )
-        return lambda: self._compute(batch, attention, taps)
+        return partial(self._compute, batch, attention, taps)
 
     def _metadata(self, backend: AttentionBackend, batch: Batch) -> AttentionMeta:
         return self.state.attention_metadata(backend.group, batch, attention_meta(backend.group, batch))
@@ -231,7 +247,8 @@ class Runner:
         assert event is not None, "a ticket is collected once"
         event.wait()
         self.events[ticket.entry] = None
-        records = _int32(self.results[ticket.entry])[: ticket.plan.num_rows * self.ring.shape[2]].reshape(ticket.plan.num_rows, -1).copy()
+        rows, words = ticket.plan.num_rows, self.ring.shape[2]
+        records = self.result_words[ticket.entry][: rows * words].reshape(rows, words).copy()
         self.device.release(self.results[ticket.entry])
         extra = None
         if (extra_event := self.extra_events[ticket.entry]) is not None:
@@ -252,24 +269,20 @@ class Runner:
         self.ring[entry].fill_(POISON)
         self.extras.ring[entry].fill_(POISON & 0xFF)
 
-    def _step(self, plan: Plan, staged: PinnedBuffer, words: int, compute: Callable[[], None]) -> None:
+    def _upload(self, patch: Patch, packed: PinnedBuffer, start: int, end: int) -> None:
+        """Copy the words start..end-1 of a packed plan to the device, and apply its patch."""
         with torch.inference_mode():
-            self._upload(plan, staged, words)
-            compute()
-
-    def _upload(self, plan: Plan, staged: PinnedBuffer, words: int) -> None:
-        """Copy the packed plan to the device and apply its patch."""
-        buffers = self.buffers
-        buffers.staging[:words].copy_(staged.tensor[: 4 * words].view(torch.int32), non_blocking=True)
-        if not plan.patch.empty:
-            self.ops.apply_patch(self.parts.table.arena, *buffers.patch(plan.patch.dst.size, plan.patch.words.size))
+            self.buffers.staging[start:end].copy_(packed.tensor[4 * start : 4 * end].view(torch.int32), non_blocking=True)
+            if not patch.empty:
+                self.ops.apply_patch(self.parts.table.arena, *self.buffers.patch(patch.dst.size, patch.words.size))
 
     def _compute(self, batch: Batch, attention: Mapping[str, BoundAttention], taps: ActiveTaps | None) -> None:
-        self._inputs(batch)
-        hidden = self._body(batch, attention, no_tap if taps is None else taps.bind(batch))
-        if taps is not None and taps.reports:
-            self.extras.write(taps, batch, self.counter)
-        self._tail(batch, hidden)
+        with torch.inference_mode():
+            self._inputs(batch)
+            hidden = self._body(batch, attention, no_tap if taps is None else taps.bind(batch))
+            if taps is not None and taps.reports:
+                self.extras.write(taps, batch, self.counter)
+            self._tail(batch, hidden)
 
     def _inputs(self, batch: Batch) -> None:
         """Gather what the step reads from the request table."""
@@ -364,5 +377,6 @@ def fill(tensor: torch.Tensor, value: int) -> None:
     tensor.fill_(value)
 
 
-def _int32(buffer: PinnedBuffer) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-    return buffer.array.view(np.int32)
+def _in_order(*works: Callable[[], None]) -> None:
+    for work in works:
+        work()

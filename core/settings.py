@@ -155,6 +155,29 @@ class SamplerSettings(Section):
     stop_seats: int | None = Field(default=None, ge=1, le=65536)
     """Active requests that can have stop token ids at the same time; none is scheduler.max_rows."""
 
+    max_logit_bias: int = Field(default=512, ge=1, le=65536)
+    """Most ids in the logit_bias of one request."""
+
+    logit_bias_seats: int | None = Field(default=None, ge=0, le=65536)
+    """Active requests that can have a logit_bias at the same time; none is scheduler.max_rows. A seat costs 8 bytes an id."""
+
+    allow_list_seats: int | None = Field(default=None, ge=0, le=65536)
+    """Active requests that can have allowed_token_ids at the same time; none is scheduler.max_rows. A seat costs a bit for each id of
+    the vocabulary."""
+
+    max_bad_words: int = Field(default=128, ge=1, le=65536)
+    """Most sequences of tokens in the bad_words of one request; a word is two where a leading space changes its tokens."""
+
+    max_bad_word_tokens: int = Field(default=8, ge=1, le=256)
+    """Most tokens of a bad word."""
+
+    bad_word_seats: int | None = Field(default=None, ge=0, le=65536)
+    """Active requests that can have bad_words at the same time; none is scheduler.max_rows. A seat costs 4 bytes a token."""
+
+    penalty_seats: int | None = Field(default=None, ge=0, le=65536)
+    """Active requests that can have penalties at the same time; none is scheduler.max_rows, but no more than fit into 128 MiB. A seat
+    costs 4 bytes for each id of the vocabulary, on the device."""
+
 
 class GraphSettings(Section):
     """Captured graphs and the batch shapes that they are padded to."""

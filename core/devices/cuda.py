@@ -15,14 +15,15 @@ if TYPE_CHECKING:
     from modelrunner.settings import RunnerSettings
 
 
-class CudaEvent:
-    """The end of a side-stream copy."""
+class CopyEvents:
+    """Two points of a copy on the side stream: begun, when the compute stream has what is copied; and its end, which is waited for.
 
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self._event = event
+    They belong to the copy's target and are recorded again for the next one, after the host has waited for the last.
+    """
 
-    def wait(self) -> None:
-        self._event.synchronize()
+    def __init__(self) -> None:
+        self.begun, self.end = torch.cuda.Event(), torch.cuda.Event()
+        self.wait: Callable[[], None] = self.end.synchronize
 
 
 class CudaDevice(Device):
@@ -42,6 +43,7 @@ class CudaDevice(Device):
         self.side = torch.cuda.Stream(self.torch_device)
         # What start-up wrote on the default stream must be there before the first step.
         self._started = False
+        self._events: dict[PinnedBuffer, CopyEvents] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
     def pinned(self, num_bytes: int) -> PinnedBuffer:
@@ -51,7 +53,7 @@ class CudaDevice(Device):
         if not self._started:
             self.compute.wait_stream(torch.cuda.default_stream(self.torch_device))
             self._started = True
-        with torch.cuda.stream(self.compute), torch.inference_mode():
+        with torch.cuda.stream(self.compute):
             work()
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
@@ -81,12 +83,13 @@ class CudaDevice(Device):
         self._pool = torch.cuda.graph_pool_handle()  # torch ends a pool with its last graph
 
     def download(self, source: Callable[[], torch.Tensor], target: PinnedBuffer) -> Event:
-        self.side.wait_stream(self.compute)
+        events = self._events.get(target) or self._events.setdefault(target, CopyEvents())
+        events.begun.record(self.compute)
+        self.side.wait_event(events.begun)
         with torch.cuda.stream(self.side):
             copy_bytes(source(), target)
-            event = torch.cuda.Event()
-            event.record(self.side)
-        return CudaEvent(event)
+        events.end.record(self.side)
+        return events
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)
