@@ -13,10 +13,13 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from modelrunner.kernels.attention.device import launch_options, next_power_of_2, processors
+from modelrunner.kernels.attention.heads import partner_of, rotated, turn_factors
 from modelrunner.kernels.attention.tile import LOG2E, LOWEST, add_sink, capped, fold, matmul, pages_of, token_offsets
 from modelrunner.kernels.attention.work_list import AttentionWork
 
-COMBINE_FLOATS = 8192  # of partial results that a program looks at together
+Rotary = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor, float]  # q_norm, k_norm, cos_sin, eps
+
+COMBINE_FLOATS = 4096  # of partial results that a program looks at together
 
 
 @triton.jit
@@ -34,30 +37,65 @@ def scores_of(q, k, key, position, first, end, scale, softcap, window, HAS_SOFTC
 
 @triton.jit
 def combine(
-    partial_ptr, weights_ptr, first_slot, splits, head, NUM_KV: tl.constexpr, ROWS: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
+    partial_ptr, lse_ptr, first_slot, splits, head, NUM_KV: tl.constexpr, ROWS: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Sum a row's chunks: acc [M, BLOCK_D], largest [M], total [M] as in `fold`."""
-    row, dim = tl.arange(0, M), tl.arange(0, BLOCK_D)
+    """Sum a row's chunks in their order: acc [M, BLOCK_D] as in `fold`; largest and total likewise, but for each element of acc.
+
+    Every thread has all that its elements need, so that threads exchange nothing.
+    """
+    row, dim = tl.arange(0, M)[:, None], tl.arange(0, BLOCK_D)[None, :]
     acc = tl.zeros([M, BLOCK_D], tl.float32)
-    largest = tl.full([M], LOWEST, tl.float32)
-    total = tl.zeros([M], tl.float32)
+    largest = tl.full([M, BLOCK_D], LOWEST, tl.float32)
+    total = tl.zeros([M, BLOCK_D], tl.float32)
     for begin in range(0, splits, AT_ONCE):
-        split = begin + tl.arange(0, AT_ONCE)
-        place = ((first_slot + split).to(tl.int64)[:, None] * NUM_KV + head) * ROWS + row[None, :]
-        there = (split < splits)[:, None] & (row < ROWS)[None, :]
-        # Other multiprocessors wrote these: past the first-level cache.
-        scores = tl.load(weights_ptr + place * 2, mask=there, other=LOWEST, cache_modifier=".cg")
-        sums = tl.load(weights_ptr + place * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
-        mask = there[:, :, None] & (dim < D)[None, None, :]
-        parts = tl.load(partial_ptr + place[:, :, None] * D + dim[None, None, :], mask=mask, other=0.0, cache_modifier=".cg")
-        new = tl.maximum(largest, tl.max(scores, 0))
-        share = tl.exp2(scores - new[None, :])
+        scores = ()
+        parts = ()
+        for i in tl.static_range(AT_ONCE):
+            split = begin + i + row * 0
+            place = ((first_slot + split).to(tl.int64) * NUM_KV + head) * ROWS + row
+            there = (row < ROWS) & (dim < D) & (split < splits)
+            # Other multiprocessors wrote these: past the first-level cache.
+            score = tl.load(lse_ptr + place + dim * 0, mask=there, other=LOWEST, cache_modifier=".cg")
+            part = tl.load(partial_ptr + place * D + dim, mask=there, other=0.0, cache_modifier=".cg")
+            scores = scores + (score,)  # noqa: RUF005 - the compiler takes no unpacking
+            parts = parts + (part,)  # noqa: RUF005
+        new = largest
+        for i in tl.static_range(AT_ONCE):
+            new = tl.maximum(new, scores[i])
         shrink = tl.exp2(largest - new)
-        acc = acc * shrink[:, None] + tl.sum(parts * share[:, :, None], 0)
-        total = total * shrink + tl.sum(sums * share, 0)
+        acc *= shrink
+        total *= shrink
         largest = new
+        for i in tl.static_range(AT_ONCE):
+            share = tl.exp2(scores[i] - new)
+            acc += parts[i] * share
+            total += share
     return acc, largest, total
+
+
+@triton.jit
+def ask_for(cache_ptr, table, head, begin, end, page_rows, NUM_KV: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, KEYS: tl.constexpr):
+    """Fetch up to KEYS keys and values of a row from `begin` on into the L2 cache, by lines of 128 bytes."""
+    LINE: tl.constexpr = 1024 // cache_ptr.dtype.element_ty.primitive_bitwidth
+    LINES: tl.constexpr = (D + LINE - 1) // LINE
+    key = tl.minimum(begin + tl.arange(0, KEYS), end - 1)
+    page = tl.load(table + key // PAGE)
+    place = cache_ptr + (page.to(tl.int64) * page_rows + key % PAGE) * (2 * NUM_KV * D) + head * D
+    for i in tl.static_range(2 * LINES):
+        address = (place + (i // LINES * (NUM_KV * D) + i % LINES * LINE)).to(tl.int64)
+        tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def attend_new(q, k, v, there, scale, softcap, HAS_SOFTCAP: tl.constexpr):
+    """A softmax of one key, as in `fold`: acc [M, D], largest [M], total [M]; of none unless `there` [M]. q: [M, D]. k, v: so too, all rows
+    alike.
+    """
+    scores = tl.sum(q.to(tl.float32) * k.to(q.dtype).to(tl.float32), 1)
+    scores = capped(scores, scale, softcap) if HAS_SOFTCAP else scores * (scale * LOG2E)
+    acc = tl.where(there[:, None], v.to(q.dtype).to(tl.float32), 0.0)
+    return acc, tl.where(there, scores, LOWEST), tl.where(there, scores * 0.0 + 1.0, 0.0)
 
 
 @triton.jit
@@ -69,16 +107,22 @@ def decode_attention(
     count_ptr,
     arrivals_ptr,
     partial_ptr,
-    weights_ptr,
+    lse_ptr,
     table_ptr,
     sinks_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    cos_sin_ptr,
+    slots_ptr,
     scale,
     softcap,
     window,
+    eps,
     q_token,
     q_head,
     table_row,
     page_rows,
+    cos_sin_token,
     NUM_KV: tl.constexpr,
     GROUP: tl.constexpr,
     QUERIES: tl.constexpr,
@@ -89,26 +133,41 @@ def decode_attention(
     BLOCK_S: tl.constexpr,
     M_OUT: tl.constexpr,
     AT_ONCE: tl.constexpr,
-    ONE_BLOCK: tl.constexpr,
+    HOLD: tl.constexpr,
+    AHEAD: tl.constexpr,
+    R: tl.constexpr,
+    HAS_NORM: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A persistent program: units (item, key head) pid, pid + programs, ... ONE_BLOCK: an item is usually one block of keys, and its old
-    ones are read before the queries are there (the cache was written by earlier steps, the list by an earlier kernel that ran to its end).
+    """A persistent program: units (item, key head) pid, pid + programs, ...
+
+    What earlier steps wrote is read before the queries are there: the list (an earlier kernel, which ran to its end, wrote it), with HOLD a
+    unit's first block of old keys, and into the L2 cache AHEAD more keys of the first unit.
+    R > 0: q is the projection's output, one new token a row, and so much of a head is rotated: this kernel norms and rotates queries and
+    new key, and writes new key and value, which it does not read back.
     """
     if PDL:
         gdc_launch_dependents()
-        if not ONE_BLOCK:
-            gdc_wait()
     TOKEN: tl.constexpr = 2 * NUM_KV * D
     ROWS: tl.constexpr = QUERIES * GROUP
+    FUSED: tl.constexpr = R > 0
     factor = 1.0 if HAS_SOFTCAP else scale * LOG2E
     units = tl.load(count_ptr) * NUM_KV
     dim = tl.arange(0, BLOCK_D)
     m = tl.arange(0, BLOCK_M)
     query = m // GROUP
+    if FUSED:
+        partner = partner_of(dim, R)
+        if HAS_NORM:
+            q_weight = tl.load(q_norm_ptr + dim, mask=dim < D, other=0.0)[None, :]
+            q_other = tl.load(q_norm_ptr + partner, mask=dim < D, other=0.0)[None, :]
+            k_weight = tl.load(k_norm_ptr + dim, mask=dim < D, other=0.0)[None, :]
+            k_other = tl.load(k_norm_ptr + partner, mask=dim < D, other=0.0)[None, :]
+        else:
+            q_weight, q_other, k_weight, k_other = 0.0, 0.0, 0.0, 0.0
     for unit in range(tl.program_id(0), units, tl.num_programs(0)):
         item = items_ptr + unit // NUM_KV * 8
         head = unit % NUM_KV
@@ -125,33 +184,61 @@ def decode_attention(
         v_base = k_base + NUM_KV * D
         computed = seq_len - query_len
         position = tl.where(query < query_len, computed + query, seq_len - 1)
+        if FUSED:
+            end = tl.minimum(end, computed)
         m_ok = (m < ROWS)[:, None] & (dim < D)[None, :]
-        q_place = (row.to(tl.int64) * QUERIES + query)[:, None] * q_token + (head * GROUP + m % GROUP)[:, None] * q_head + dim[None, :]
+        first_token = row.to(tl.int64) * QUERIES
+        q_at = q_ptr + (first_token + query)[:, None] * q_token + (head * GROUP + m % GROUP)[:, None] * q_head
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         largest = tl.full([BLOCK_M], LOWEST, tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
 
         begin = start // BLOCK_S * BLOCK_S
-        if ONE_BLOCK:
+        if HOLD:
             key = begin + tl.arange(0, BLOCK_S)
             old = (key >= start) & (key < tl.minimum(end, computed))
-            new = (key >= start) & (key < end) & (key >= computed)
             page = pages_of(table, key, (key >= start) & (key < end), PAGE)
             place = token_offsets(page, key, page_rows, PAGE, TOKEN)
             k = tl.load(k_base + place, mask=old[:, None] & (dim < D)[None, :], other=0.0)
             v = tl.load(v_base + place, mask=old[:, None] & (dim < D)[None, :], other=0.0)
-            if PDL:
-                gdc_wait()
-            q = tl.load(q_ptr + q_place, mask=m_ok, other=0.0)
-            k = tl.where(old[:, None], k, tl.load(k_base + place, mask=new[:, None] & (dim < D)[None, :], other=0.0)).to(q.dtype)
-            v = tl.where(old[:, None], v, tl.load(v_base + place, mask=new[:, None] & (dim < D)[None, :], other=0.0)).to(q.dtype)
-            scores = scores_of(q, k, key, position, start, end, scale, softcap, window, HAS_SOFTCAP, HAS_WINDOW)
-            acc, largest, total = fold(acc, largest, total, scores, factor, v)
             begin += BLOCK_S
-        else:
-            q = tl.load(q_ptr + q_place, mask=m_ok, other=0.0)
+        if AHEAD > 0 and PDL:
+            if (unit < tl.num_programs(0)) & (begin < end):
+                ask_for(cache_ptr, table, head, tl.maximum(begin, start), end, page_rows, NUM_KV, PAGE, D, AHEAD)
         ahead = begin + tl.arange(0, BLOCK_S)
-        page = pages_of(table, ahead, (ahead >= start) & (ahead < end), PAGE)
+        next_page = pages_of(table, ahead, (ahead >= start) & (ahead < end), PAGE)
+        if PDL:
+            gdc_wait()
+        if FUSED:
+            last = m * 0 + split == splits - 1
+            # The key goes through the same tile as the queries, all rows alike: then the threads of a row need nothing from others.
+            every = tl.zeros([BLOCK_M, 1], tl.int64)
+            new_at = q_ptr + first_token * q_token + (NUM_KV * GROUP + head) * q_head + every
+            new_slot = tl.load(slots_ptr + first_token)
+            cos, sin = turn_factors(cos_sin_ptr + first_token * cos_sin_token + every, dim[None, :], R)
+            new_ok = last[:, None] & (dim < D)[None, :]
+            q = tl.load(q_at + dim[None, :], mask=m_ok, other=0.0)
+            q_partner = tl.load(q_at + partner[None, :], mask=m_ok, other=0.0)
+            k_new = tl.load(new_at + dim[None, :], mask=new_ok, other=0.0)
+            k_partner = tl.load(new_at + partner[None, :], mask=new_ok, other=0.0)
+            v_new = tl.load(new_at + NUM_KV * q_head + dim[None, :], mask=new_ok, other=0.0).to(cache_ptr.dtype.element_ty)
+            q = rotated(q, q_partner, q_weight, q_other, cos, sin, eps, D, HAS_NORM)
+            k_new = rotated(k_new, k_partner, k_weight, k_other, cos, sin, eps, D, HAS_NORM).to(cache_ptr.dtype.element_ty)
+            acc, largest, total = attend_new(q, k_new, v_new, last & (m * 0 < query_len), scale, softcap, HAS_SOFTCAP)
+            new_ok = new_ok & (m == 0)[:, None] & (every <= new_slot)
+            new_place = (new_slot // PAGE * page_rows + new_slot % PAGE) * TOKEN + every
+            tl.store(k_base + new_place, k_new, mask=new_ok)
+            tl.store(v_base + new_place, v_new, mask=new_ok)
+        else:
+            q = tl.load(q_at + dim[None, :], mask=m_ok, other=0.0)
+            if HOLD:
+                new = ((key >= start) & (key < end) & (key >= computed))[:, None] & (dim < D)[None, :]
+                k = tl.where(old[:, None], k, tl.load(k_base + place, mask=new, other=0.0))
+                v = tl.where(old[:, None], v, tl.load(v_base + place, mask=new, other=0.0))
+        if HOLD:
+            scores = scores_of(q, k.to(q.dtype), key, position, start, end, scale, softcap, window, HAS_SOFTCAP, HAS_WINDOW)
+            acc, largest, total = fold(acc, largest, total, scores, factor, v.to(q.dtype))
+        page = next_page
         for block in tl.range(begin, end, BLOCK_S):
             key = block + tl.arange(0, BLOCK_S)
             there = (key >= start) & (key < end) if HAS_WINDOW else key < end
@@ -174,25 +261,25 @@ def decode_attention(
             tl.store(out_ptr + token_out + head_out, result.to(out_ptr.dtype.element_ty), mask=m_ok)
         else:
             mine = (slot.to(tl.int64) * NUM_KV + head) * ROWS + m
-            tl.store(partial_ptr + mine[:, None] * D + dim[None, :], acc, mask=m_ok)
-            tl.store(weights_ptr + mine * 2, largest, mask=m < ROWS)
-            tl.store(weights_ptr + mine * 2 + 1, total, mask=m < ROWS)
+            some = tl.where(total > 0.0, total, 1.0)
+            tl.store(partial_ptr + mine[:, None] * D + dim[None, :], acc / some[:, None], mask=m_ok)
+            tl.store(lse_ptr + mine, tl.where(total > 0.0, largest + tl.log2(some), LOWEST), mask=m < ROWS)
             tl.debug_barrier()  # all threads' stores come before the one atomic
             arrived = tl.atomic_add(arrivals_ptr + row * NUM_KV + head, 1, sem="acq_rel", scope="gpu")
             if arrived == splits - 1:
-                all_acc, all_largest, all_total = combine(
-                    partial_ptr, weights_ptr, slot - split, splits, head, NUM_KV, ROWS, M_OUT, D, BLOCK_D, AT_ONCE
+                acc_all, largest_all, total_all = combine(
+                    partial_ptr, lse_ptr, slot - split, splits, head, NUM_KV, ROWS, M_OUT, D, BLOCK_D, AT_ONCE
                 )
-                r = tl.arange(0, M_OUT)
+                r = tl.arange(0, M_OUT)[:, None]
                 if HAS_SINKS:
-                    sink = tl.load(sinks_ptr + head * GROUP + r % GROUP).to(tl.float32) * LOG2E
-                    all_acc, all_total = add_sink(all_acc, all_largest, all_total, sink)
-                result = all_acc / tl.where(all_total > 0.0, all_total, 1.0)[:, None]
-                result = tl.where((r // GROUP < query_len)[:, None], result, 0.0)
-                token_out = (row.to(tl.int64) * QUERIES + r // GROUP)[:, None] * (NUM_KV * GROUP * D)
-                head_out = (head * GROUP + r % GROUP)[:, None] * D + dim[None, :]
-                r_ok = (r < ROWS)[:, None] & (dim < D)[None, :]
-                tl.store(out_ptr + token_out + head_out, result.to(out_ptr.dtype.element_ty), mask=r_ok)
+                    sink = tl.load(sinks_ptr + head * GROUP + r % GROUP + dim[None, :] * 0).to(tl.float32) * LOG2E
+                    top = tl.maximum(largest_all, sink)
+                    acc_all *= tl.exp2(largest_all - top)
+                    total_all = total_all * tl.exp2(largest_all - top) + tl.exp2(sink - top)
+                result = acc_all / tl.where(total_all > 0.0, total_all, 1.0)
+                result = tl.where(r // GROUP < query_len, result, 0.0)
+                place_out = (first_token + r // GROUP) * (NUM_KV * GROUP * D) + (head * GROUP + r % GROUP) * D + dim[None, :]
+                tl.store(out_ptr + place_out, result.to(out_ptr.dtype.element_ty), mask=(r < ROWS) & (dim < D)[None, :])
                 tl.store(arrivals_ptr + row * NUM_KV + head, 0)  # for the next layer
 
 
@@ -204,14 +291,20 @@ def decode_rows(
     scale: float,
     softcap: float | None,
     sinks: torch.Tensor | None,
+    rotary: Rotary | None = None,
 ) -> None:
-    """Attention of the tokens of the decode rows, into the first tokens of out. q: [T, H, D]. out: [T, H, D], contiguous."""
+    """Attention of the tokens of the decode rows, into the first tokens of out: [T, H, D], contiguous.
+
+    q: [T, H, D]. With rotary, q is a view [T, H, D] of the projection's output, in which its keys and values follow; they are written.
+    """
     decode = work.decode
     assert decode is not None
     config, device = decode.config, q.device
     num_kv, dim, group = work.num_kv_heads, q.shape[2], q.shape[1] // work.num_kv_heads
     block_dim, rows_out = max(16, next_power_of_2(dim)), next_power_of_2(decode.queries * group)
     programs = min(decode.items.shape[0] * num_kv, processors(device) * config.programs)
+    q_norm, k_norm, cos_sin, eps = (None, None, None, 0.0) if rotary is None else rotary
+    options = launch_options(device) | ({"maxnreg": config.registers} if config.registers and device.type == "cuda" else {})
     decode_attention[(programs,)](
         q,
         cache,
@@ -220,16 +313,22 @@ def decode_rows(
         decode.count,
         decode.arrivals,
         decode.partial,
-        decode.weights,
+        decode.lse,
         work.block_table,
         q if sinks is None else sinks,
+        q if q_norm is None else q_norm,
+        q if k_norm is None else k_norm,
+        q if cos_sin is None else cos_sin,
+        work.slots,
         scale,
         softcap or 0.0,
         work.window or 0,
+        eps,
         q.stride(0),
         q.stride(1),
         work.block_table.stride(0),
         work.page_rows,
+        0 if cos_sin is None else cos_sin.stride(0),
         NUM_KV=num_kv,
         GROUP=group,
         QUERIES=decode.queries,
@@ -240,11 +339,14 @@ def decode_rows(
         BLOCK_S=config.block_keys,
         M_OUT=rows_out,
         AT_ONCE=max(2, COMBINE_FLOATS // (rows_out * block_dim)),
-        ONE_BLOCK=config.chunk == config.block_keys,
+        HOLD=config.hold,
+        AHEAD=config.ahead,
+        R=0 if cos_sin is None else cos_sin.shape[1],
+        HAS_NORM=q_norm is not None,
         HAS_SOFTCAP=softcap is not None,
         HAS_WINDOW=work.window is not None,
         HAS_SINKS=sinks is not None,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        **launch_options(device),
+        **options,
     )

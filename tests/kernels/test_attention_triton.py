@@ -100,7 +100,7 @@ def make_step(
     return Step(q, arena.to(DEVICE, cache_dtype or dtype), on_device, limits, live.to(DEVICE), window)
 
 
-ONE_BLOCK = DecodeConfig(chunk=16, block_keys=16, num_warps=4, num_stages=1, programs=2)
+ONE_BLOCK = DecodeConfig(chunk=16, block_keys=16, num_warps=4, num_stages=1, programs=2, hold=True, fused=True)
 CHUNKS = DecodeConfig(chunk=32, block_keys=16, num_warps=4, num_stages=5, programs=2)
 WHOLE = DecodeConfig(chunk=256, block_keys=32, num_warps=4, num_stages=3, programs=2)
 DECODE = [(62, 1), (0, 1), (0, 0), (31, 1), (16, 1)]
