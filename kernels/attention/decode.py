@@ -56,7 +56,7 @@ def combine(
             place = ((first_slot + split).to(tl.int64) * NUM_KV + head) * ROWS + row
             there = (row < ROWS) & (dim < D) & (split < splits)
             # Other multiprocessors wrote these: past the first-level cache.
-            score = tl.load(lse_ptr + place + dim * 0, mask=there, other=LOWEST, cache_modifier=".cg")
+            score = tl.load(lse_ptr + place * D + dim, mask=there, other=LOWEST, cache_modifier=".cg")
             part = tl.load(partial_ptr + place * D + dim, mask=there, other=0.0, cache_modifier=".cg")
             scores = scores + (score,)  # noqa: RUF005 - the compiler takes no unpacking
             parts = parts + (part,)  # noqa: RUF005
@@ -88,14 +88,42 @@ def ask_for(cache_ptr, table, head, begin, end, page_rows, NUM_KV: tl.constexpr,
 
 
 @triton.jit
-def attend_new(q, k, v, there, scale, softcap, HAS_SOFTCAP: tl.constexpr):
-    """A softmax of one key, as in `fold`: acc [M, D], largest [M], total [M]; of none unless `there` [M]. q: [M, D]. k, v: so too, all rows
-    alike.
+def start_row(
+    q_ptr, cache_ptr, cos_sin_ptr, slots_ptr, norms, row, head, split, splits, query_len, scale, softcap, eps, q_token, q_head, page_rows,
+    cos_sin_token, PAGE: tl.constexpr, NUM_KV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, R: tl.constexpr, HAS_NORM: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """Norm and rotate a row's queries and new key; the last chunk's program writes new key and value, and attends to them.
+
+    Returns the queries [M, D] and acc, largest and total of `fold`. norms: weights of queries and keys [1, D], each also by partners.
     """
+    dim, m = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_M)
+    partner = partner_of(dim, R)
+    q_at = q_ptr + row * q_token + (head * GROUP + m % GROUP)[:, None].to(tl.int64) * q_head
+    q_ok = (m < GROUP)[:, None] & (dim < D)[None, :]
+    # The key goes through the same tile as the queries, all rows alike: then the threads of a row need nothing from others.
+    every = tl.zeros([BLOCK_M, 1], tl.int64)
+    new_at = q_ptr + row * q_token + (NUM_KV * GROUP + head) * q_head + every
+    slot = tl.load(slots_ptr + row)
+    cos, sin = turn_factors(cos_sin_ptr + row * cos_sin_token + every, dim[None, :], R)
+    last = m * 0 + split == splits - 1
+    new_ok = last[:, None] & (dim < D)[None, :]
+    q = tl.load(q_at + dim[None, :], mask=q_ok, other=0.0)
+    q_partner = tl.load(q_at + partner[None, :], mask=q_ok, other=0.0)
+    k = tl.load(new_at + dim[None, :], mask=new_ok, other=0.0)
+    k_partner = tl.load(new_at + partner[None, :], mask=new_ok, other=0.0)
+    v = tl.load(new_at + NUM_KV * q_head + dim[None, :], mask=new_ok, other=0.0).to(cache_ptr.dtype.element_ty)
+    q = rotated(q, q_partner, norms[0], norms[1], cos, sin, eps, D, HAS_NORM)
+    k = rotated(k, k_partner, norms[2], norms[3], cos, sin, eps, D, HAS_NORM).to(cache_ptr.dtype.element_ty)
+    write = new_ok & (m == 0)[:, None] & (every <= slot)
+    place = cache_ptr + (slot // PAGE * page_rows + slot % PAGE) * (2 * NUM_KV * D) + head * D + every + dim[None, :]
+    tl.store(place, k, mask=write)
+    tl.store(place + NUM_KV * D, v, mask=write)
     scores = tl.sum(q.to(tl.float32) * k.to(q.dtype).to(tl.float32), 1)
     scores = capped(scores, scale, softcap) if HAS_SOFTCAP else scores * (scale * LOG2E)
+    there = last & (m * 0 < query_len)
     acc = tl.where(there[:, None], v.to(q.dtype).to(tl.float32), 0.0)
-    return acc, tl.where(there, scores, LOWEST), tl.where(there, scores * 0.0 + 1.0, 0.0)
+    return q, acc, tl.where(there, scores, LOWEST), tl.where(there, scores * 0.0 + 1.0, 0.0)
 
 
 @triton.jit
@@ -159,15 +187,15 @@ def decode_attention(
     dim = tl.arange(0, BLOCK_D)
     m = tl.arange(0, BLOCK_M)
     query = m // GROUP
-    if FUSED:
+    norms = (0.0, 0.0, 0.0, 0.0)
+    if HAS_NORM:
         partner = partner_of(dim, R)
-        if HAS_NORM:
-            q_weight = tl.load(q_norm_ptr + dim, mask=dim < D, other=0.0)[None, :]
-            q_other = tl.load(q_norm_ptr + partner, mask=dim < D, other=0.0)[None, :]
-            k_weight = tl.load(k_norm_ptr + dim, mask=dim < D, other=0.0)[None, :]
-            k_other = tl.load(k_norm_ptr + partner, mask=dim < D, other=0.0)[None, :]
-        else:
-            q_weight, q_other, k_weight, k_other = 0.0, 0.0, 0.0, 0.0
+        norms = (
+            tl.load(q_norm_ptr + dim, mask=dim < D, other=0.0)[None, :],
+            tl.load(q_norm_ptr + partner, mask=dim < D, other=0.0)[None, :],
+            tl.load(k_norm_ptr + dim, mask=dim < D, other=0.0)[None, :],
+            tl.load(k_norm_ptr + partner, mask=dim < D, other=0.0)[None, :],
+        )
     for unit in range(tl.program_id(0), units, tl.num_programs(0)):
         item = items_ptr + unit // NUM_KV * 8
         head = unit % NUM_KV
@@ -194,7 +222,7 @@ def decode_attention(
         total = tl.zeros([BLOCK_M], tl.float32)
 
         begin = start // BLOCK_S * BLOCK_S
-        if HOLD:
+        if HOLD and not FUSED:
             key = begin + tl.arange(0, BLOCK_S)
             old = (key >= start) & (key < tl.minimum(end, computed))
             page = pages_of(table, key, (key >= start) & (key < end), PAGE)
@@ -207,39 +235,30 @@ def decode_attention(
                 ask_for(cache_ptr, table, head, tl.maximum(begin, start), end, page_rows, NUM_KV, PAGE, D, AHEAD)
         ahead = begin + tl.arange(0, BLOCK_S)
         next_page = pages_of(table, ahead, (ahead >= start) & (ahead < end), PAGE)
-        if PDL:
-            gdc_wait()
         if FUSED:
-            last = m * 0 + split == splits - 1
-            # The key goes through the same tile as the queries, all rows alike: then the threads of a row need nothing from others.
-            every = tl.zeros([BLOCK_M, 1], tl.int64)
-            new_at = q_ptr + first_token * q_token + (NUM_KV * GROUP + head) * q_head + every
-            new_slot = tl.load(slots_ptr + first_token)
-            cos, sin = turn_factors(cos_sin_ptr + first_token * cos_sin_token + every, dim[None, :], R)
-            new_ok = last[:, None] & (dim < D)[None, :]
-            q = tl.load(q_at + dim[None, :], mask=m_ok, other=0.0)
-            q_partner = tl.load(q_at + partner[None, :], mask=m_ok, other=0.0)
-            k_new = tl.load(new_at + dim[None, :], mask=new_ok, other=0.0)
-            k_partner = tl.load(new_at + partner[None, :], mask=new_ok, other=0.0)
-            v_new = tl.load(new_at + NUM_KV * q_head + dim[None, :], mask=new_ok, other=0.0).to(cache_ptr.dtype.element_ty)
-            q = rotated(q, q_partner, q_weight, q_other, cos, sin, eps, D, HAS_NORM)
-            k_new = rotated(k_new, k_partner, k_weight, k_other, cos, sin, eps, D, HAS_NORM).to(cache_ptr.dtype.element_ty)
-            acc, largest, total = attend_new(q, k_new, v_new, last & (m * 0 < query_len), scale, softcap, HAS_SOFTCAP)
-            new_ok = new_ok & (m == 0)[:, None] & (every <= new_slot)
-            new_place = (new_slot // PAGE * page_rows + new_slot % PAGE) * TOKEN + every
-            tl.store(k_base + new_place, k_new, mask=new_ok)
-            tl.store(v_base + new_place, v_new, mask=new_ok)
+            q = tl.zeros([BLOCK_M, BLOCK_D], q_ptr.dtype.element_ty)
         else:
+            if PDL:
+                gdc_wait()
             q = tl.load(q_at + dim[None, :], mask=m_ok, other=0.0)
             if HOLD:
                 new = ((key >= start) & (key < end) & (key >= computed))[:, None] & (dim < D)[None, :]
-                k = tl.where(old[:, None], k, tl.load(k_base + place, mask=new, other=0.0))
-                v = tl.where(old[:, None], v, tl.load(v_base + place, mask=new, other=0.0))
-        if HOLD:
-            scores = scores_of(q, k.to(q.dtype), key, position, start, end, scale, softcap, window, HAS_SOFTCAP, HAS_WINDOW)
-            acc, largest, total = fold(acc, largest, total, scores, factor, v.to(q.dtype))
+                k = tl.where(old[:, None], k, tl.load(k_base + place, mask=new, other=0.0)).to(q.dtype)
+                v = tl.where(old[:, None], v, tl.load(v_base + place, mask=new, other=0.0)).to(q.dtype)
+                scores = scores_of(q, k, key, position, start, end, scale, softcap, window, HAS_SOFTCAP, HAS_WINDOW)
+                acc, largest, total = fold(acc, largest, total, scores, factor, v)
         page = next_page
-        for block in tl.range(begin, end, BLOCK_S):
+        # The pipeline's first loads come before the first turn, and so before what that waits for.
+        for block in tl.range(begin, tl.maximum(end, begin + 1) if FUSED else end, BLOCK_S):
+            if FUSED:
+                if block == begin:
+                    if PDL:
+                        gdc_wait()
+                    q, acc, largest, total = start_row(
+                        q_ptr, cache_ptr, cos_sin_ptr, slots_ptr, norms, first_token, head, split, splits, query_len, scale, softcap, eps,
+                        q_token, q_head, page_rows, cos_sin_token,
+                        PAGE, NUM_KV, GROUP, D, BLOCK_D, BLOCK_M, R, HAS_NORM, HAS_SOFTCAP,
+                    )  # fmt: skip
             key = block + tl.arange(0, BLOCK_S)
             there = (key >= start) & (key < end) if HAS_WINDOW else key < end
             place = token_offsets(page, key, page_rows, PAGE, TOKEN)
@@ -263,7 +282,8 @@ def decode_attention(
             mine = (slot.to(tl.int64) * NUM_KV + head) * ROWS + m
             some = tl.where(total > 0.0, total, 1.0)
             tl.store(partial_ptr + mine[:, None] * D + dim[None, :], acc / some[:, None], mask=m_ok)
-            tl.store(lse_ptr + mine, tl.where(total > 0.0, largest + tl.log2(some), LOWEST), mask=m < ROWS)
+            lse = tl.where(total > 0.0, largest + tl.log2(some), LOWEST)
+            tl.store(lse_ptr + mine[:, None] * D + dim[None, :], lse[:, None] + acc * 0.0, mask=m_ok)
             tl.debug_barrier()  # all threads' stores come before the one atomic
             arrived = tl.atomic_add(arrivals_ptr + row * NUM_KV + head, 1, sem="acq_rel", scope="gpu")
             if arrived == splits - 1:

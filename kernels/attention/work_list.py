@@ -59,7 +59,7 @@ class PrefillConfig:
 class DecodeList:
     """items: [capacity, ITEM] int32 and count [1] int32 of them. arrivals: [rows * HK] int32, zeros between launches: finished chunks.
 
-    partial: [slots, HK, queries * G, D] float32 outputs of chunks. lse: [slots, HK, queries * G] float32, log2 of the sum of their weights.
+    partial: [slots, HK, queries * G, D] float32 outputs of chunks. lse: the same shape, log2 of the sum of their weights for each element.
     """
 
     config: DecodeConfig
@@ -329,11 +329,11 @@ def _decode_list(
     if window is not None:
         chunks = min(chunks, (window + queries - 2) // config.chunk + 2)
     slot_floats = num_kv_heads * queries * group * head_dim
-    capacity = 0 if chunks == 1 else min(rows * chunks, max(chunks, PARTIAL_BYTES // (4 * slot_floats)))
+    capacity = 0 if chunks == 1 else min(rows * chunks, max(chunks, PARTIAL_BYTES // (8 * slot_floats)))
     items = torch.empty((rows + capacity, ITEM), dtype=torch.int32, device=device)
     small = torch.empty(1 + rows * num_kv_heads, dtype=torch.int32, device=device)
     partial = torch.empty((max(capacity, 1), num_kv_heads, queries * group, head_dim), dtype=torch.float32, device=device)
-    lse = torch.empty((max(capacity, 1), num_kv_heads, queries * group), dtype=torch.float32, device=device)
+    lse = torch.empty_like(partial)
     block = next_power_of_2(rows)
     decode_items[(1,)](
         items,
