@@ -75,34 +75,34 @@ def combine(
 
 
 @triton.jit
-def ask_for(cache_ptr, table, head, begin, end, page_rows, NUM_KV: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, KEYS: tl.constexpr):
-    """Fetch up to KEYS keys and values of a row from `begin` on into the L2 cache, by lines of 128 bytes."""
-    LINE: tl.constexpr = 1024 // cache_ptr.dtype.element_ty.primitive_bitwidth
-    LINES: tl.constexpr = (D + LINE - 1) // LINE
-    key = tl.minimum(begin + tl.arange(0, KEYS), end - 1)
-    page = tl.load(table + key // PAGE)
-    place = cache_ptr + (page.to(tl.int64) * page_rows + key % PAGE) * (2 * NUM_KV * D) + head * D
-    for i in tl.static_range(2 * LINES):
-        address = (place + (i // LINES * (NUM_KV * D) + i % LINES * LINE)).to(tl.int64)
-        tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1)
+def repeated(x, M: tl.constexpr):
+    """x [T] or [T, D] as often as fills M rows."""
+    T: tl.constexpr = x.shape[0]
+    if T == M:
+        return x
+    elif len(x.shape) == 1:
+        return tl.reshape(tl.broadcast_to(x[None, :], [M // T, T]), [M])
+    else:
+        return tl.reshape(tl.broadcast_to(x[None, :, :], [M // T, T, x.shape[1]]), [M, x.shape[1]])
 
 
 @triton.jit
 def start_row(
-    q_ptr, cache_ptr, cos_sin_ptr, slots_ptr, norms, row, head, split, splits, query_len, scale, softcap, eps, q_token, q_head, page_rows,
-    cos_sin_token, PAGE: tl.constexpr, NUM_KV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, R: tl.constexpr, HAS_NORM: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    q_ptr, cache_ptr, q_norm_ptr, k_norm_ptr, cos_sin_ptr, slots_ptr, row, head, split, splits, query_len, scale, softcap, eps,
+    q_token, q_head, page_rows, cos_sin_token,
+    PAGE: tl.constexpr, NUM_KV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, R: tl.constexpr, HAS_NORM: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """Norm and rotate a row's queries and new key; the last chunk's program writes new key and value, and attends to them.
 
-    Returns the queries [M, D] and acc, largest and total of `fold`. norms: weights of queries and keys [1, D], each also by partners.
+    Returns the queries [M, D] and acc, largest and total of `fold`.
     """
-    dim, m = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_M)
+    T: tl.constexpr = BLOCK_M if GROUP > 8 else 8  # rows of the tile, few for the sake of registers
+    dim, m = tl.arange(0, BLOCK_D), tl.arange(0, T)
     partner = partner_of(dim, R)
     q_at = q_ptr + row * q_token + (head * GROUP + m % GROUP)[:, None].to(tl.int64) * q_head
     q_ok = (m < GROUP)[:, None] & (dim < D)[None, :]
     # The key goes through the same tile as the queries, all rows alike: then the threads of a row need nothing from others.
-    every = tl.zeros([BLOCK_M, 1], tl.int64)
+    every = tl.zeros([T, 1], tl.int64)
     new_at = q_ptr + row * q_token + (NUM_KV * GROUP + head) * q_head + every
     slot = tl.load(slots_ptr + row)
     cos, sin = turn_factors(cos_sin_ptr + row * cos_sin_token + every, dim[None, :], R)
@@ -113,8 +113,9 @@ def start_row(
     k = tl.load(new_at + dim[None, :], mask=new_ok, other=0.0)
     k_partner = tl.load(new_at + partner[None, :], mask=new_ok, other=0.0)
     v = tl.load(new_at + NUM_KV * q_head + dim[None, :], mask=new_ok, other=0.0).to(cache_ptr.dtype.element_ty)
-    q = rotated(q, q_partner, norms[0], norms[1], cos, sin, eps, D, HAS_NORM)
-    k = rotated(k, k_partner, norms[2], norms[3], cos, sin, eps, D, HAS_NORM).to(cache_ptr.dtype.element_ty)
+    q = rotated(q, q_partner, q_norm_ptr + every, dim[None, :], partner[None, :], cos, sin, eps, D, HAS_NORM)
+    k = rotated(k, k_partner, k_norm_ptr + every, dim[None, :], partner[None, :], cos, sin, eps, D, HAS_NORM)
+    k = k.to(cache_ptr.dtype.element_ty)
     write = new_ok & (m == 0)[:, None] & (every <= slot)
     place = cache_ptr + (slot // PAGE * page_rows + slot % PAGE) * (2 * NUM_KV * D) + head * D + every + dim[None, :]
     tl.store(place, k, mask=write)
@@ -123,7 +124,8 @@ def start_row(
     scores = capped(scores, scale, softcap) if HAS_SOFTCAP else scores * (scale * LOG2E)
     there = last & (m * 0 < query_len)
     acc = tl.where(there[:, None], v.to(q.dtype).to(tl.float32), 0.0)
-    return q, acc, tl.where(there, scores, LOWEST), tl.where(there, scores * 0.0 + 1.0, 0.0)
+    largest, total = tl.where(there, scores, LOWEST), tl.where(there, 1.0, 0.0)
+    return repeated(q, BLOCK_M), repeated(acc, BLOCK_M), repeated(largest, BLOCK_M), repeated(total, BLOCK_M)
 
 
 @triton.jit
@@ -162,7 +164,6 @@ def decode_attention(
     M_OUT: tl.constexpr,
     AT_ONCE: tl.constexpr,
     HOLD: tl.constexpr,
-    AHEAD: tl.constexpr,
     R: tl.constexpr,
     HAS_NORM: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -172,10 +173,10 @@ def decode_attention(
 ):
     """A persistent program: units (item, key head) pid, pid + programs, ...
 
-    What earlier steps wrote is read before the queries are there: the list (an earlier kernel, which ran to its end, wrote it), with HOLD a
-    unit's first block of old keys, and into the L2 cache AHEAD more keys of the first unit.
     R > 0: q is the projection's output, one new token a row, and so much of a head is rotated: this kernel norms and rotates queries and
-    new key, and writes new key and value, which it does not read back.
+    new key, and writes new key and value, which it does not read back. What earlier steps wrote is read before the queries are there: the
+    list (by an earlier kernel, which ran to its end), and old keys and values: as many as the pipeline holds, or, with HOLD and R = 0, a
+    block of them in registers.
     """
     if PDL:
         gdc_launch_dependents()
@@ -187,15 +188,6 @@ def decode_attention(
     dim = tl.arange(0, BLOCK_D)
     m = tl.arange(0, BLOCK_M)
     query = m // GROUP
-    norms = (0.0, 0.0, 0.0, 0.0)
-    if HAS_NORM:
-        partner = partner_of(dim, R)
-        norms = (
-            tl.load(q_norm_ptr + dim, mask=dim < D, other=0.0)[None, :],
-            tl.load(q_norm_ptr + partner, mask=dim < D, other=0.0)[None, :],
-            tl.load(k_norm_ptr + dim, mask=dim < D, other=0.0)[None, :],
-            tl.load(k_norm_ptr + partner, mask=dim < D, other=0.0)[None, :],
-        )
     for unit in range(tl.program_id(0), units, tl.num_programs(0)):
         item = items_ptr + unit // NUM_KV * 8
         head = unit % NUM_KV
@@ -230,9 +222,6 @@ def decode_attention(
             k = tl.load(k_base + place, mask=old[:, None] & (dim < D)[None, :], other=0.0)
             v = tl.load(v_base + place, mask=old[:, None] & (dim < D)[None, :], other=0.0)
             begin += BLOCK_S
-        if AHEAD > 0 and PDL:
-            if (unit < tl.num_programs(0)) & (begin < end):
-                ask_for(cache_ptr, table, head, tl.maximum(begin, start), end, page_rows, NUM_KV, PAGE, D, AHEAD)
         ahead = begin + tl.arange(0, BLOCK_S)
         next_page = pages_of(table, ahead, (ahead >= start) & (ahead < end), PAGE)
         if FUSED:
@@ -250,13 +239,13 @@ def decode_attention(
         page = next_page
         # The pipeline's first loads come before the first turn, and so before what that waits for.
         for block in tl.range(begin, tl.maximum(end, begin + 1) if FUSED else end, BLOCK_S):
-            if FUSED:
+            if FUSED:  # noqa: SIM102 - known when compiled
                 if block == begin:
                     if PDL:
                         gdc_wait()
                     q, acc, largest, total = start_row(
-                        q_ptr, cache_ptr, cos_sin_ptr, slots_ptr, norms, first_token, head, split, splits, query_len, scale, softcap, eps,
-                        q_token, q_head, page_rows, cos_sin_token,
+                        q_ptr, cache_ptr, q_norm_ptr, k_norm_ptr, cos_sin_ptr, slots_ptr, first_token, head, split, splits, query_len,
+                        scale, softcap, eps, q_token, q_head, page_rows, cos_sin_token,
                         PAGE, NUM_KV, GROUP, D, BLOCK_D, BLOCK_M, R, HAS_NORM, HAS_SOFTCAP,
                     )  # fmt: skip
             key = block + tl.arange(0, BLOCK_S)
@@ -283,7 +272,7 @@ def decode_attention(
             some = tl.where(total > 0.0, total, 1.0)
             tl.store(partial_ptr + mine[:, None] * D + dim[None, :], acc / some[:, None], mask=m_ok)
             lse = tl.where(total > 0.0, largest + tl.log2(some), LOWEST)
-            tl.store(lse_ptr + mine[:, None] * D + dim[None, :], lse[:, None] + acc * 0.0, mask=m_ok)
+            tl.store(lse_ptr + mine[:, None] * D + dim[None, :], tl.broadcast_to(lse[:, None], [BLOCK_M, BLOCK_D]), mask=m_ok)
             tl.debug_barrier()  # all threads' stores come before the one atomic
             arrived = tl.atomic_add(arrivals_ptr + row * NUM_KV + head, 1, sem="acq_rel", scope="gpu")
             if arrived == splits - 1:
@@ -324,7 +313,7 @@ def decode_rows(
     block_dim, rows_out = max(16, next_power_of_2(dim)), next_power_of_2(decode.queries * group)
     programs = min(decode.items.shape[0] * num_kv, processors(device) * config.programs)
     q_norm, k_norm, cos_sin, eps = (None, None, None, 0.0) if rotary is None else rotary
-    options = launch_options(device) | ({"maxnreg": config.registers} if config.registers and device.type == "cuda" else {})
+    bound = {"maxnreg": config.registers} if config.registers and device.type == "cuda" else {}
     decode_attention[(programs,)](
         q,
         cache,
@@ -360,7 +349,6 @@ def decode_rows(
         M_OUT=rows_out,
         AT_ONCE=max(2, COMBINE_FLOATS // (rows_out * block_dim)),
         HOLD=config.hold,
-        AHEAD=config.ahead,
         R=0 if cos_sin is None else cos_sin.shape[1],
         HAS_NORM=q_norm is not None,
         HAS_SOFTCAP=softcap is not None,
@@ -368,5 +356,6 @@ def decode_rows(
         HAS_SINKS=sinks is not None,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        **options,
+        **launch_options(device),
+        **bound,
     )

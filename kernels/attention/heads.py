@@ -31,13 +31,15 @@ def turn_factors(cos_sin_ptr, dim, R: tl.constexpr):
 
 
 @triton.jit
-def rotated(x, y, weight, other_weight, cos, sin, eps, D: tl.constexpr, HAS_NORM: tl.constexpr):
+def rotated(x, y, weight_ptr, dim, partner, cos, sin, eps, D: tl.constexpr, HAS_NORM: tl.constexpr):
     """Heads x [B, D] and the same by their partners, y, normed (unless HAS_NORM is False) and rotated, in x's type.
 
-    weight, other_weight: [1, D] of the norm, the second by partners. cos, sin: [B, D] of `turn_factors`.
+    weight_ptr: [B, 1], where the norm's weight begins. dim, partner: [1, D]. cos, sin: [B, D] of `turn_factors`.
     """
     a, b = x.to(tl.float32), y.to(tl.float32)
     if HAS_NORM:
+        weight = tl.load(weight_ptr + dim, mask=dim < D, other=0.0)
+        other_weight = tl.load(weight_ptr + partner, mask=dim < D, other=0.0)
         rstd = tl.rsqrt(tl.sum(a * a, 1) / D + eps)[:, None]
         a = scaled(a, rstd, weight, x.dtype).to(tl.float32)
         b = scaled(b, rstd, other_weight, x.dtype).to(tl.float32)

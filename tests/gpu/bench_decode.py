@@ -1,8 +1,8 @@
 """Compares configurations of decode attention inside a step's layers: `python3 -P tests/gpu/bench_decode.py [ROWS...]`.
 
 A CUDA graph holds the 28 layers of a decode step of Qwen3-0.6B (projection, attention, output, and the two products of the gate), each of
-which waits for the one before; without attention in them they are the base line. So a configuration's figure is what attention, rotation and
-cache write cost where they stand, with the launches around them overlapping as they do in a step. `--dry` runs it once, tiny, interpreted.
+which waits for the one before; without attention in them they are the base line. So a configuration's figure is what attention, rotation
+and cache write cost where they stand, with the launches around them overlapping as they do in a step. `--dry`: once, tiny, interpreted.
 """
 
 from __future__ import annotations
@@ -16,49 +16,39 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import bench_attention as bench  # noqa: E402
-import torch  # noqa: E402
+import bench_attention as bench
+import torch
 
-from modelrunner.kernels.attention import gpu  # noqa: E402
-from modelrunner.kernels.attention.work_list import AttentionWork, DecodeConfig  # noqa: E402
-from modelrunner.kernels.linear import gpu as linear  # noqa: E402
+from modelrunner.kernels.attention import gpu
+from modelrunner.kernels.attention.work_list import AttentionWork, DecodeConfig
+from modelrunner.kernels.linear import gpu as linear
 
 DRY, DEVICE, DTYPE, HEADS, KV_HEADS, DIM = bench.DRY, bench.DEVICE, bench.DTYPE, bench.HEADS, bench.KV_HEADS, bench.DIM
 HIDDEN, INNER, LAYERS, BOUND = (32, 48, 2, 64) if DRY else (1024, 3072, 28, 4096)
-LENGTHS = {1: 1100, 8: 600, 16: 600, 32: 600, 64: 400, 128: 400, 256: 400, 1024: 290}
+LENGTHS = {1: 1100, 4: 600, 8: 600, 16: 600, 32: 600, 64: 400, 128: 400, 256: 400, 1024: 290}
 OPS = linear.OVERRIDES
 
 
-ONE = {  # launch: (chunk, block_keys, warps, stages, programs)
-    1: [(64, 64, 4, 2, 2), (128, 64, 4, 3, 2), (128, 32, 2, 5, 3), (64, 32, 2, 3, 4), (128, 128, 8, 2, 1), (64, 64, 8, 2, 2)],
-    8: [
-        *[(64, 64, 4, 2, 2), (64, 64, 4, 2, 4), (128, 64, 4, 3, 2), (128, 64, 4, 3, 3), (192, 64, 4, 4, 2), (256, 64, 4, 4, 2)],
-        *[(256, 64, 4, 3, 2), (128, 32, 2, 5, 3), (128, 32, 2, 4, 4), (96, 32, 2, 4, 4), (64, 32, 2, 3, 6)],
-    ],
-    16: [
-        *[(128, 64, 4, 3, 2), (192, 64, 4, 4, 2), (256, 64, 4, 4, 2), (384, 64, 4, 4, 2), (128, 32, 2, 4, 4), (256, 32, 2, 4, 4)],
-        *[(256, 32, 2, 5, 3), (512, 32, 2, 4, 4)],
-    ],
-    32: [
-        *[(256, 64, 4, 4, 2), (512, 64, 4, 4, 2), (1024, 64, 4, 3, 2), (256, 32, 2, 4, 4), (384, 32, 2, 4, 4), (512, 32, 2, 4, 4)],
-        (1024, 32, 2, 4, 4),
-    ],
-    64: [(1024, 32, 2, 4, 4), (512, 32, 2, 4, 4), (256, 32, 2, 4, 4)],
-    128: [(1024, 32, 2, 4, 4), (512, 32, 2, 4, 4)],
-    256: [(1024, 32, 2, 4, 4)],
-    1024: [(1024, 32, 2, 4, 4)],
+B = 168  # registers of a thread that let three programs of four warps, or six of two, live side by side
+ONE = {  # launch: chunk, block_keys, warps, stages, programs, bound of registers
+    1: [(64, 64, 4, 2, 2, 0), (64, 64, 4, 2, 3, B), (128, 128, 8, 2, 1, 0)],
+    4: [(64, 64, 4, 2, 2, 0), (64, 64, 4, 2, 3, B), (128, 64, 4, 3, 2, 0), (128, 64, 4, 3, 3, B), (192, 64, 4, 4, 2, 0)],
+    8: [(256, 64, 4, 3, 2, 0), (128, 64, 4, 3, 3, B), (192, 64, 4, 3, 3, B), (192, 64, 4, 3, 2, 0), (128, 32, 2, 3, 6, B)],
+    16: [(384, 64, 4, 4, 2, 0), (384, 64, 4, 3, 2, 0), (384, 64, 4, 3, 3, B), (256, 64, 4, 3, 3, B), (256, 32, 2, 3, 6, B)],
+    32: [(1024, 64, 4, 3, 2, 0), (1024, 64, 4, 4, 2, 0), (512, 64, 4, 3, 3, B), (1024, 64, 4, 3, 3, B), (512, 32, 2, 3, 6, B)],
+    64: [(512, 32, 2, 4, 4, 0), (512, 32, 2, 3, 6, B), (1024, 64, 4, 3, 3, B), (1024, 64, 4, 4, 2, 0)],
+    128: [(512, 32, 2, 4, 4, 0), (512, 32, 2, 3, 6, B), (1024, 64, 4, 3, 3, B)],
+    256: [(512, 32, 2, 3, 6, B)],
+    1024: [(1024, 32, 2, 3, 6, B)],
 }
-TWO = {  # launches
-    1: [(64, 64, 4, 1, 2, True)],
-    8: [(256, 32, 2, 4, 4), (128, 32, 2, 4, 4), (64, 64, 4, 1, 2, True)],
-    16: [(256, 32, 2, 4, 4), (512, 32, 2, 4, 4)],
-    32: [(1024, 32, 2, 4, 4), (512, 32, 2, 4, 4), (256, 32, 2, 4, 4)],
-    64: [(1024, 32, 2, 4, 4), (512, 32, 2, 4, 4)],
-    128: [(512, 32, 2, 4, 4)],
-    256: [],
-    1024: [],
-}
-CONFIGS = {n: [DecodeConfig(*c, fused=True) for c in ONE[n]] + [DecodeConfig(*c) for c in TWO[n]] for n in LENGTHS}
+TWO = {64: [(512, 32, 2, 3, 6, B)], 128: [(512, 32, 2, 3, 6, B)], 256: [(512, 32, 2, 3, 6, B)], 1024: [(1024, 32, 2, 3, 6, B)]}  # launches
+
+
+def configs(rows: int) -> list[DecodeConfig]:
+    found = [(*shape[:5], False, True, shape[5]) for shape in ONE[rows]] + [
+        (*shape[:5], False, False, shape[5]) for shape in TWO.get(rows, [])
+    ]
+    return [DecodeConfig(*values) for values in found]
 
 
 class Layers:
@@ -112,7 +102,7 @@ class Layers:
 def name(config: DecodeConfig) -> str:
     ways = f"{'hold ' if config.hold else ''}{'one launch' if config.fused else 'two launches'}"
     shape = f"chunk {config.chunk} block {config.block_keys} warps {config.num_warps} stages {config.num_stages}"
-    return f"{shape} programs {config.programs} ahead {config.ahead} registers {config.registers} {ways}"
+    return f"{shape} programs {config.programs} registers {config.registers} {ways}"
 
 
 def compile_one(job: tuple[int, DecodeConfig]) -> str:
@@ -126,8 +116,10 @@ def bench_rows(rows: int) -> None:
     layers = Layers(rows if not DRY else 2, LENGTHS[rows] if not DRY else 20)
     floor = layers.bytes / bench.BYTES_PER_S * 1e6
     base = bench.graph_us(lambda: layers.run(None), LAYERS, 5)
-    print(f"{rows} rows x {LENGTHS[rows]}: floor {floor:.2f} us; layer without attention {base:.2f}; attention, rotation, write:", flush=True)
-    for config in [layers.step.work().decode.config, *CONFIGS[rows][: 2 if DRY else None]]:
+    print(
+        f"{rows} rows x {LENGTHS[rows]}: floor {floor:.2f} us; layer without attention {base:.2f}; attention, rotation, write:", flush=True
+    )
+    for config in [layers.step.work().decode.config, *configs(rows)[: 2 if DRY else None]]:
         work = layers.step.work(decode=config)
         try:
             us = bench.graph_us(lambda work=work: layers.run(work), LAYERS, 5) - base
@@ -143,9 +135,9 @@ def main() -> None:
     parser.add_argument("rows", nargs="*", type=int, default=list(LENGTHS))
     args = parser.parse_args()
     begin = time.time()
-    jobs = list({config: (rows, config) for rows in args.rows for config in CONFIGS[rows]}.values())
+    jobs = list({config: (rows, config) for rows in args.rows for config in configs(rows)}.values())
     if DRY:
-        bad = [compile_one((2, DecodeConfig(16, 16, 4, 1, 2, True, 0, fused))) for fused in (False, True)]
+        bad = [compile_one((2, DecodeConfig(16, 16, 4, 2, 2, fused=fused))) for fused in (False, True)]
     else:
         with multiprocessing.get_context("spawn").Pool(min(15, os.cpu_count() or 2)) as pool:
             bad = pool.map(compile_one, jobs, chunksize=1)

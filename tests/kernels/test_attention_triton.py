@@ -104,7 +104,7 @@ def make_step(
 
 ONE_BLOCK = DecodeConfig(chunk=16, block_keys=16, num_warps=4, num_stages=1, programs=2, hold=True, fused=True)
 CHUNKS = DecodeConfig(chunk=32, block_keys=16, num_warps=4, num_stages=5, programs=2, fused=True)
-HELD = DecodeConfig(chunk=32, block_keys=16, num_warps=4, num_stages=2, programs=2, hold=True, ahead=16, fused=True)
+HELD = DecodeConfig(chunk=32, block_keys=16, num_warps=4, num_stages=2, programs=2, hold=True, fused=True)
 WHOLE = DecodeConfig(chunk=256, block_keys=32, num_warps=4, num_stages=3, programs=2)
 DECODE = [(62, 1), (0, 1), (0, 0), (31, 1), (16, 1)]
 MIXED = [(40, 1), (3, 0), (0, 23), (30, 11), (9, 0), (0, 1)]
@@ -204,7 +204,7 @@ def test_a_row_is_not_changed_by_its_neighbours() -> None:
 @pytest.mark.parametrize("window", [None, 100], ids=lambda w: f"window-{w}")
 def test_chunks_grow_where_partial_results_would_not_fit(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
     """150 tokens in chunks of 16 are 10 partial results a row; there is room for 12 of three rows."""
-    monkeypatch.setattr(work_list, "PARTIAL_BYTES", 12 * 6 * 16 * 4)
+    monkeypatch.setattr(work_list, "PARTIAL_BYTES", 12 * 6 * 16 * 8)
     step = make_step([(149, 1), (120, 1), (15, 1), (140, 1)], num_decode=4, window=window)
     work = step.work(ONE_BLOCK)
     assert work.decode is not None
