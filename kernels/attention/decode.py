@@ -90,7 +90,8 @@ def repeated(x, M: tl.constexpr):
 def start_row(
     q_ptr, cache_ptr, q_norm_ptr, k_norm_ptr, cos_sin_ptr, slots_ptr, row, head, split, splits, query_len, scale, softcap, eps,
     q_token, q_head, page_rows, cos_sin_token,
-    PAGE: tl.constexpr, NUM_KV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, R: tl.constexpr, HAS_NORM: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    PAGE: tl.constexpr, NUM_KV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, R: tl.constexpr, HAS_NORM: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """Norm and rotate a row's queries and new key; the last chunk's program writes new key and value, and attends to them.
 
