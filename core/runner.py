@@ -30,6 +30,7 @@ from modelrunner.sampler import Sampler
 from modelrunner.step_buffers import Buckets, PlanPacker, Shape, StepBuffers
 from modelrunner.tap_set import ActiveTaps, TapSet
 
+FIRST_PROMPT = 32  # tokens of a prompt whose kernels are built with the first ones
 POISON = -0x5A5A5A5B  # what a released ring entry holds on a testing device: no row, no token
 
 
@@ -93,6 +94,7 @@ class Runner:
         self.scratch_row = parts.table.max_rows
         rows = max([max_rows, *buckets.rows]) + 1
         tokens = max([max_tokens, rows, *buckets.tokens])
+        self.longest_prompt = min(max_tokens, max_model_len)  # tokens of one row in one step
         self.packer = PlanPacker(rows, parts.table.max_patch_words)
         self.buffers = StepBuffers(
             parts.needs, parts.dtype, parts.layouts, rows, tokens, max_model_len, self.packer, self.device.torch_device
@@ -125,7 +127,8 @@ class Runner:
             self._pack(kind, shape, 0, rows=True)()
             self._computation(kind, shape, None)()
 
-        self.device.build([partial(first, kind) for kind in kinds])
+        prompts = [self._blank_prompt(plan, n) for n in sorted({min(FIRST_PROMPT, self.longest_prompt), self.longest_prompt})]
+        self.device.build([partial(first, kind) for kind in [*kinds, *prompts]])
         self._rewind()
         self.warming_up = True
         for kind in kinds:
@@ -133,6 +136,12 @@ class Runner:
             if records[0, Record.ROW] != self.scratch_row:
                 raise PluginError(f"the step's record names row {records[0, Record.ROW]}, not {self.scratch_row} (operation write_record)")
         self.warming_up = False
+
+    def _blank_prompt(self, plan: Plan, num_tokens: int) -> Plan:
+        """The blank `plan` with so many query tokens."""
+        counts = dict.fromkeys(("num_tokens", "max_query", "max_seq_len"), num_tokens)
+        pages = tuple(layout.pages_for(num_tokens) for layout in self.parts.layouts)
+        return replace(plan, num_query=plan.num_query * num_tokens, num_decode=0, table_pages=pages, **counts)
 
     def _blank_plan(self) -> Plan:
         """A step of a dead row, the scratch row, whose columns have their defaults; it goes through all operations and changes nothing."""

@@ -38,7 +38,7 @@ def test_everything_that_start_up_runs_is_built_before() -> None:
     driver = Driver(Engine(settings, plugins=[ByteTokenizerPlugin(), BuilderPlugin()]))
     device = driver.engine.assembly.device
     assert isinstance(device, Builder)
-    assert device.built == 3 + 6  # tails that the warm-up tries; numbers of rows by kinds of tail
+    assert device.built == 4 + 2 + 6  # tails that the warm-up tries; prompts; numbers of rows by kinds of tail
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     for k in range(5):
         driver.add(str(k), P(3 + 9 * k, k), params)
