@@ -9,11 +9,13 @@ import triton
 
 from modelrunner.kernels.linear.gemv import gemv_kernel
 from modelrunner.kernels.linear.plan import Gemv, Tiles
-from modelrunner.kernels.linear.tiles import slice_kernel, sum_kernel, tile_kernel
+from modelrunner.kernels.linear.tiles import slice_kernel, tile_kernel
 from modelrunner.kernels.norm.rows import rms_norm
 from modelrunner.kernels.pdl import pdl
 
-SUM_BLOCK = 256  # columns of a program of `sum_kernel`
+COUNTERS = 4096  # tiles of a split product that share their zeros with other products; more get their own
+
+_counters: dict[tuple[torch.device, int], torch.Tensor] = {}  # by device and stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,19 @@ class Extras:
 
 
 PLAIN = Extras()
+
+
+def counters(device: torch.device, tiles: int) -> torch.Tensor:
+    """int32 zeros [tiles or more], which `tile_kernel` leaves as it finds them; launches of one stream share them, as they run in turn."""
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    found = _counters.get((device, stream))
+    if found is not None and tiles <= COUNTERS:
+        return found
+    made = torch.zeros(max(tiles, COUNTERS), dtype=torch.int32, device=device)
+    # In a graph's memory they are zeros from the first replay on, and go with the graph.
+    if tiles <= COUNTERS and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        _counters[device, stream] = made
+    return made
 
 
 def run(tiles: Gemv | Tiles, x: torch.Tensor, weight: torch.Tensor, extras: Extras = PLAIN) -> torch.Tensor:
@@ -67,12 +82,10 @@ def _run_tiles(tiles: Tiles, x: torch.Tensor, weight: torch.Tensor, extras: Extr
     grid = (triton.cdiv(outputs, tiles.bn), split, triton.cdiv(rows, tiles.bt))
     if tiles.slices > 1:
         slice_kernel[grid](*before, *after, SLICES=tiles.slices, **options)
-    elif split == 1:
-        tile_kernel[grid](*before, None, *after, SPLIT=1, **options)
-    else:
-        part = torch.empty((split, rows, weight.shape[0]), dtype=torch.float32, device=x.device)
-        tile_kernel[grid](*before, part, *after, SPLIT=split, **options)
-        sum_kernel[(rows, triton.cdiv(outputs, SUM_BLOCK))](
-            part, x, norm, extras.scale, residual, out, *after,
-            K=inner, BLOCK_K=triton.next_power_of_2(inner), BLOCK=SUM_BLOCK, SPLIT=split, ACT=act, num_warps=2, **dependent,
-        )  # fmt: skip
+        return
+    part = arrivals = None
+    if split > 1:
+        size = (tiles.bn * (2 if act else 1) + 1) * tiles.bt
+        part = torch.empty((grid[0] * grid[2] * split * size,), dtype=torch.float32, device=x.device)
+        arrivals = counters(x.device, grid[0] * grid[2])
+    tile_kernel[grid](*before, part, arrivals, *after, SPLIT=split, **options)

@@ -1,8 +1,9 @@
 """Products of up to some hundred rows on tensor cores, built to stream weights.
 
 The weights are the tall operand: a program multiplies BN of their rows by up to BT rows of x. `tile_kernel` is for tall tiles; where they
-leave too few programs for the GPU, K is split among programs, and `sum_kernel` adds the parts in their order. `slice_kernel` is for flat
-tiles: it splits K among the warps of a program, which would otherwise all do the same.
+leave too few programs for the GPU, K is split among programs, and whichever finishes a tile's last part adds them in their order, so that
+the result does not depend on who was last. `slice_kernel` is for flat tiles: it splits K among the warps of a program, which would
+otherwise all do the same.
 
 Weights start their way into the L2 cache before the input is there. With a norm, x is multiplied by the norm's weight alone, and the sums
 by 1 / rms in the end (the squares are added up on the way).
@@ -47,7 +48,17 @@ def _chunk(ptr, row, column, K: tl.constexpr, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _finish(total, up, scale_ptr, residual_ptr, out_ptr, n, t, T, N, residual_stride, ACT: tl.constexpr):
+def _residual(residual_ptr, n, t, T, N, stride):
+    """float32 [BN, BT] of the residual [T, N] for outputs n and rows t; 0 if there is none."""
+    if residual_ptr is not None:
+        inside = (n < N)[:, None] & (t < T)[None, :]
+        return tl.load(residual_ptr + t.to(tl.int64)[None, :] * stride + n[:, None], mask=inside, other=0.0).to(tl.float32)
+    else:
+        return 0.0
+
+
+@triton.jit
+def _finish(total, up, residual, scale_ptr, out_ptr, n, t, T, N, ACT: tl.constexpr):
     """Scale, activation and residual of sums [BN, BT] for outputs n and rows t, and their way out."""
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     inside = (n < N)[:, None] & (t < T)[None, :]
@@ -58,10 +69,8 @@ def _finish(total, up, scale_ptr, residual_ptr, out_ptr, n, t, T, N, residual_st
             up *= tl.load(scale_ptr + row + N)[:, None]
     if ACT != 0:
         total = gated(total.to(dtype), up.to(dtype), ACT).to(tl.float32)
-    wide_t = t.to(tl.int64)[None, :]
-    if residual_ptr is not None:
-        total += tl.load(residual_ptr + wide_t * residual_stride + n[:, None], mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_ptr + wide_t * N + n[:, None], total.to(dtype), mask=inside)
+    total += residual
+    tl.store(out_ptr + t.to(tl.int64)[None, :] * N + n[:, None], total.to(dtype), mask=inside)
 
 
 @triton.jit
@@ -75,14 +84,25 @@ def _weights(w_ptr, w_row, up_row, column, K: tl.constexpr, EVEN: tl.constexpr, 
 
 
 @triton.jit
-def _step(weights, x_ptr, norm_ptr, x_row, column, sums, K: tl.constexpr, EVEN: tl.constexpr, ACT: tl.constexpr):
-    """The sums (total, up, squares) with one more step of K: [.., BN, BK] weights times [.., BT, BK] of x."""
+def _hold(w_ptr, norm_ptr, w_row, up_row, x_row, first, STEPS: tl.constexpr, K: tl.constexpr, EVEN: tl.constexpr, ACT: tl.constexpr):
+    """All weights of a program, and the norm's weights in the shape of x: a tuple with the tiles of each step of K."""
+    BK: tl.constexpr = first.shape[len(first.shape) - 1]
+    weights = ()
+    norms = ()
+    for i in tl.static_range(STEPS):
+        weights = weights + (_weights(w_ptr, w_row, up_row, first + i * BK, K, EVEN, ACT),)  # noqa: RUF005 - no unpacking in kernels
+        norms = norms + ((_chunk(norm_ptr, x_row * 0, first + i * BK, K, EVEN) if norm_ptr is not None else 0),)  # noqa: RUF005
+    return weights, norms
+
+
+@triton.jit
+def _add(sums, weights, x, norm, HAS_NORM: tl.constexpr, ACT: tl.constexpr):
+    """The sums (total, up, squares) with one more step of K: [.., BN, BK] weights times [.., BT, BK] of x, which `norm` scales."""
     total, up, squares = sums
-    x = _chunk(x_ptr, x_row, column, K, EVEN)
-    if norm_ptr is not None:
+    if HAS_NORM:
         wide = x.to(tl.float32)
         squares += wide * wide
-        x = (wide * _chunk(norm_ptr, x_row * 0, column, K, EVEN).to(tl.float32)).to(x.dtype)
+        x = (wide * norm.to(tl.float32)).to(x.dtype)
     x = tl.permute(x, (0, 2, 1)) if len(x.shape) == 3 else tl.trans(x)
     total = tl.dot(weights[0].to(x.dtype), x, total, input_precision="ieee")
     if ACT != 0:
@@ -90,21 +110,69 @@ def _step(weights, x_ptr, norm_ptr, x_row, column, sums, K: tl.constexpr, EVEN: 
     return total, up, squares
 
 
+@triton.jit
+def _add_held(
+    sums, weights, norms, x_ptr, norm_ptr, x_row, first, STEPS: tl.constexpr, K: tl.constexpr, EVEN: tl.constexpr, ACT: tl.constexpr
+):
+    """The sums with all of `_hold`. All of x is asked for before any of it is used."""
+    BK: tl.constexpr = first.shape[len(first.shape) - 1]
+    xs = ()
+    for i in tl.static_range(STEPS):
+        xs = xs + (_chunk(x_ptr, x_row, first + i * BK, K, EVEN),)  # noqa: RUF005
+    for i in tl.static_range(STEPS):
+        sums = _add(sums, weights[i], xs[i], norms[i], norm_ptr is not None, ACT)
+    return sums
+
+
+@triton.jit
+def _add_loaded(
+    sums, w_ptr, x_ptr, norm_ptr, w_row, up_row, x_row, first, STEPS: tl.constexpr, K: tl.constexpr, EVEN: tl.constexpr, ACT: tl.constexpr
+):
+    """The sums with STEPS steps of K, weights and x being brought by the compiler's pipeline."""
+    BK: tl.constexpr = first.shape[len(first.shape) - 1]
+    for i in tl.range(STEPS):
+        column = first + i * BK
+        norm = _chunk(norm_ptr, x_row * 0, column, K, EVEN) if norm_ptr is not None else 0
+        weights = _weights(w_ptr, w_row, up_row, column, K, EVEN, ACT)
+        sums = _add(sums, weights, _chunk(x_ptr, x_row, column, K, EVEN), norm, norm_ptr is not None, ACT)
+    return sums
+
+
+@triton.jit
+def _sum_parts(part_ptr, place, ones, HAS_NORM: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr, SPLIT: tl.constexpr, PAIR: tl.constexpr):
+    """total, up [BN, BT] and squares [BT] of a tile's parts, in their order.
+
+    Other multiprocessors wrote them: read past the first-level cache.
+    """
+    total = tl.zeros([BN, BT], tl.float32)
+    up = tl.zeros([BN, BT], tl.float32)
+    squares = tl.zeros([BT], tl.float32)
+    for s in tl.static_range(SPLIT):
+        part = part_ptr + s * ((PAIR * BN + 1) * BT)
+        total += tl.load(part + place, mask=ones[None, :], other=0.0, cache_modifier=".cg")
+        if PAIR == 2:
+            up += tl.load(part + BN * BT + place, mask=ones[None, :], other=0.0, cache_modifier=".cg")
+        if HAS_NORM:
+            squares += tl.load(part + PAIR * BN * BT + tl.arange(0, BT), mask=ones, other=0.0, cache_modifier=".cg")
+    return total, up, squares
+
+
 @triton.jit(do_not_specialize=["T"])
 def tile_kernel(
-    x_ptr, norm_ptr, w_ptr, scale_ptr, residual_ptr, out_ptr, part_ptr, T, N, x_stride, residual_stride, eps,
+    x_ptr, norm_ptr, w_ptr, scale_ptr, residual_ptr, out_ptr, part_ptr, arrivals_ptr, T, N, x_stride, residual_stride, eps,
     K: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, ACT: tl.constexpr,
     HOLD: tl.constexpr, WARM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """As `gemv_kernel`, for T rows. Program (n, s, t): BN outputs, part s of K, BT rows.
 
-    part_ptr: None, or float32 [SPLIT, T, N or 2N], which gets plain sums instead of out; `sum_kernel` does the rest. HOLD: all weights of a
-    program are in shared memory before the input is there.
+    part_ptr: None, or float32 [tiles of N and T, SPLIT, BN or 2 BN sums and a sum of squares of BT rows]. arrivals_ptr: None, or int32
+    [tiles of N and T], zeros between launches: finished parts. HOLD: a program's weights are in shared memory before the input is there.
     """
     if PDL:
         gdc_launch_dependents()
     STEPS: tl.constexpr = (K + BK * SPLIT - 1) // (BK * SPLIT)
     EVEN: tl.constexpr = K % (BK * SPLIT) == 0
+    PAIR: tl.constexpr = 2 if ACT != 0 else 1
     split = tl.program_id(1)
     start = split * (STEPS * BK)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -112,38 +180,50 @@ def tile_kernel(
     w_row = (tl.minimum(n, N - 1).to(tl.int64) * K)[:, None]
     up_row = w_row + N.to(tl.int64) * K
     first = (start + tl.arange(0, BK))[None, :]
-    held = ()
-    if HOLD:
-        for i in tl.static_range(STEPS):
-            held = held + (_weights(w_ptr, w_row, up_row, first + i * BK, K, EVEN, ACT),)  # noqa: RUF005 - no unpacking in kernels
-    elif WARM:
+    x_row = (tl.minimum(t, T - 1).to(tl.int64) * x_stride)[:, None]
+    if WARM:
         _prefetch_rows(w_ptr, start, N, K, BN, STEPS * BK, ACT)
+    if HOLD:
+        weights, norms = _hold(w_ptr, norm_ptr, w_row, up_row, x_row, first, STEPS, K, EVEN, ACT)
     if PDL:
         gdc_wait()
-    x_row = (tl.minimum(t, T - 1).to(tl.int64) * x_stride)[:, None]
+    if SPLIT == 1:
+        residual = _residual(residual_ptr, n, t, T, N, residual_stride)
     zeros = tl.zeros([BN, BT], tl.float32)
     sums = (zeros, zeros, tl.zeros([BT, BK], tl.float32))
     if HOLD:
-        for i in tl.static_range(STEPS):
-            sums = _step(held[i], x_ptr, norm_ptr, x_row, first + i * BK, sums, K, EVEN, ACT)
+        sums = _add_held(sums, weights, norms, x_ptr, norm_ptr, x_row, first, STEPS, K, EVEN, ACT)
     else:
-        for i in tl.range(STEPS):
-            column = first + i * BK
-            sums = _step(_weights(w_ptr, w_row, up_row, column, K, EVEN, ACT), x_ptr, norm_ptr, x_row, column, sums, K, EVEN, ACT)
-    total, up, squares = sums
-    if part_ptr is not None:
-        WIDTH = N * (2 if ACT != 0 else 1)
-        inside = (n < N)[:, None] & (t < T)[None, :]
-        at = part_ptr + (split.to(tl.int64) * T + t)[None, :] * WIDTH + n[:, None]
-        tl.store(at, total, mask=inside)
-        if ACT != 0:
-            tl.store(at + N, up, mask=inside)
-    else:
+        sums = _add_loaded(sums, w_ptr, x_ptr, norm_ptr, w_row, up_row, x_row, first, STEPS, K, EVEN, ACT)
+    total, up, squares = sums[0], sums[1], tl.sum(sums[2], 1)
+    if SPLIT == 1:
         if norm_ptr is not None:
-            rstd = tl.rsqrt(tl.sum(squares, 1) / K + eps)[None, :]
+            rstd = tl.rsqrt(squares / K + eps)[None, :]
             total *= rstd
             up *= rstd
-        _finish(total, up, scale_ptr, residual_ptr, out_ptr, n, t, T, N, residual_stride, ACT)
+        _finish(total, up, residual, scale_ptr, out_ptr, n, t, T, N, ACT)
+    else:
+        SIZE: tl.constexpr = (PAIR * BN + 1) * BT
+        tile = tl.program_id(0) * tl.num_programs(2) + tl.program_id(2)
+        parts = part_ptr + tile.to(tl.int64) * (SPLIT * SIZE)
+        mine = parts + split * SIZE
+        place = (tl.arange(0, BT) * BN)[None, :] + tl.arange(0, BN)[:, None]
+        tl.store(mine + place, total, mask=(t < T)[None, :])
+        if ACT != 0:
+            tl.store(mine + BN * BT + place, up, mask=(t < T)[None, :])
+        if norm_ptr is not None:
+            tl.store(mine + PAIR * BN * BT + tl.arange(0, BT), squares, mask=t < T)
+        tl.debug_barrier()  # all threads' stores come before the one atomic
+        arrived = tl.atomic_add(arrivals_ptr + tile, 1, sem="acq_rel", scope="gpu")
+        if arrived == SPLIT - 1:
+            late = _residual(residual_ptr, n, t, T, N, residual_stride)
+            all_total, all_up, all_squares = _sum_parts(parts, place, t < T, norm_ptr is not None, BN, BT, SPLIT, PAIR)
+            if norm_ptr is not None:
+                all_rstd = tl.rsqrt(all_squares / K + eps)[None, :]
+                all_total *= all_rstd
+                all_up *= all_rstd
+            _finish(all_total, all_up, late, scale_ptr, out_ptr, n, t, T, N, ACT)
+            tl.store(arrivals_ptr + tile, 0)  # for the next launch
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -162,59 +242,23 @@ def slice_kernel(
     w_row = (tl.minimum(n, N - 1).to(tl.int64) * K)[None, :, None]
     up_row = w_row + N.to(tl.int64) * K
     first = tl.arange(0, SLICES)[:, None, None] * (STEPS * BK) + tl.arange(0, BK)[None, None, :]
-    held = ()
-    if HOLD:
-        for i in tl.static_range(STEPS):
-            held = held + (_weights(w_ptr, w_row, up_row, first + i * BK, K, EVEN, ACT),)  # noqa: RUF005
-    elif WARM:
+    x_row = (tl.minimum(t, T - 1).to(tl.int64) * x_stride)[None, :, None]
+    if WARM:
         _prefetch_rows(w_ptr, 0, N, K, BN, K, ACT)
+    if HOLD:
+        weights, norms = _hold(w_ptr, norm_ptr, w_row, up_row, x_row, first, STEPS, K, EVEN, ACT)
     if PDL:
         gdc_wait()
-    x_row = (tl.minimum(t, T - 1).to(tl.int64) * x_stride)[None, :, None]
+    residual = _residual(residual_ptr, n, t, T, N, residual_stride)
     zeros = tl.zeros([SLICES, BN, BT], tl.float32)
     sums = (zeros, zeros, tl.zeros([SLICES, BT, BK], tl.float32))
     if HOLD:
-        for i in tl.static_range(STEPS):
-            sums = _step(held[i], x_ptr, norm_ptr, x_row, first + i * BK, sums, K, EVEN, ACT)
+        sums = _add_held(sums, weights, norms, x_ptr, norm_ptr, x_row, first, STEPS, K, EVEN, ACT)
     else:
-        for i in tl.range(STEPS):
-            column = first + i * BK
-            sums = _step(_weights(w_ptr, w_row, up_row, column, K, EVEN, ACT), x_ptr, norm_ptr, x_row, column, sums, K, EVEN, ACT)
-    total, up, squares = sums
-    total = tl.sum(total, 0)
-    up = tl.sum(up, 0)
+        sums = _add_loaded(sums, w_ptr, x_ptr, norm_ptr, w_row, up_row, x_row, first, STEPS, K, EVEN, ACT)
+    total, up = tl.sum(sums[0], 0), tl.sum(sums[1], 0)
     if norm_ptr is not None:
-        rstd = tl.rsqrt(tl.sum(tl.sum(squares, 2), 0) / K + eps)[None, :]
+        rstd = tl.rsqrt(tl.sum(tl.sum(sums[2], 2), 0) / K + eps)[None, :]
         total *= rstd
         up *= rstd
-    _finish(total, up, scale_ptr, residual_ptr, out_ptr, n, t, T, N, residual_stride, ACT)
-
-
-@triton.jit(do_not_specialize=["T"])
-def sum_kernel(
-    part_ptr, x_ptr, norm_ptr, scale_ptr, residual_ptr, out_ptr, T, N, x_stride, residual_stride, eps,
-    K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr, ACT: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Adds the parts of `tile_kernel` in their order and finishes them. Program (t, c): columns c * BLOCK onwards of row t."""
-    if PDL:
-        gdc_launch_dependents()
-    t = tl.program_id(0).to(tl.int64)
-    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = n < N
-    WIDTH = N * (2 if ACT != 0 else 1)
-    if PDL:
-        gdc_wait()
-    total = tl.zeros([BLOCK], tl.float32)
-    up = tl.zeros([BLOCK], tl.float32)
-    for s in tl.static_range(SPLIT):
-        at = part_ptr + (s * T + t) * WIDTH + n
-        total += tl.load(at, mask=inside, other=0.0)
-        if ACT != 0:
-            up += tl.load(at + N, mask=inside, other=0.0)
-    if norm_ptr is not None:
-        column = tl.arange(0, BLOCK_K)
-        x = tl.load(x_ptr + t * x_stride + column, mask=column < K, other=0.0).to(tl.float32)
-        rstd = tl.rsqrt(tl.sum(x * x, 0) / K + eps)
-        total *= rstd
-        up *= rstd
-    _finish(total[:, None], up[:, None], scale_ptr, residual_ptr, out_ptr, n, t + tl.arange(0, 1), T, N, residual_stride, ACT)
+    _finish(total, up, residual, scale_ptr, out_ptr, n, t, T, N, ACT)
