@@ -9,10 +9,11 @@ import triton
 
 from modelrunner.kernels.linear.gemv import gemv_kernel
 from modelrunner.kernels.linear.plan import Gemv, Tiles
-from modelrunner.kernels.linear.tiles import slice_kernel, tile_kernel
+from modelrunner.kernels.linear.tiles import slice_kernel, sum_kernel, tile_kernel
 from modelrunner.kernels.norm.rows import rms_norm
 from modelrunner.kernels.pdl import pdl
 
+SUM_BLOCK = 256  # columns of a program of `sum_kernel`
 COUNTERS = 4096  # tiles of a split product that share their zeros with other products; more get their own
 
 _counters: dict[tuple[torch.device, int], torch.Tensor] = {}  # by device and stream
@@ -65,7 +66,7 @@ def _run_gemv(tiles: Gemv, x: torch.Tensor, weight: torch.Tensor, extras: Extras
     strides = (x.stride(0), 0 if residual is None else residual.stride(0))
     gemv_kernel[(triton.cdiv(outputs, tiles.bn),)](
         x, extras.norm, weight, extras.scale, residual, out, outputs, *strides, extras.eps,
-        T=rows, K=x.shape[1], BN=tiles.bn, BK=tiles.bk, ACT=extras.act, num_warps=tiles.warps, **pdl(x),
+        T=rows, K=x.shape[1], BN=tiles.bn, BK=tiles.bk, ACT=extras.act, ORDER=tiles.order, num_warps=tiles.warps, **pdl(x),
     )  # fmt: skip
 
 
@@ -84,8 +85,15 @@ def _run_tiles(tiles: Tiles, x: torch.Tensor, weight: torch.Tensor, extras: Extr
         slice_kernel[grid](*before, *after, SLICES=tiles.slices, **options)
         return
     part = arrivals = None
-    if split > 1:
+    if split > 1 and tiles.last:
         size = (tiles.bn * (2 if act else 1) + 1) * tiles.bt
         part = torch.empty((grid[0] * grid[2] * split * size,), dtype=torch.float32, device=x.device)
         arrivals = counters(x.device, grid[0] * grid[2])
+    elif split > 1:
+        part = torch.empty((split, rows, weight.shape[0]), dtype=torch.float32, device=x.device)
     tile_kernel[grid](*before, part, arrivals, *after, SPLIT=split, **options)
+    if split > 1 and not tiles.last:
+        sum_kernel[(rows, triton.cdiv(outputs, SUM_BLOCK))](
+            part, x, norm, extras.scale, residual, out, *after,
+            K=inner, BLOCK_K=triton.next_power_of_2(inner), BLOCK=SUM_BLOCK, SPLIT=split, ACT=act, num_warps=2, **dependent,
+        )  # fmt: skip

@@ -19,6 +19,7 @@ class Gemv:
     bn: int
     bk: int
     warps: int
+    order: bool = False
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class Tiles:
     fused_norm: bool = True
     warm: bool = True
     slices: int = 1
+    last: bool = False
 
 
 @cache

@@ -40,11 +40,12 @@ def _prefetch_rows(w_ptr, start, N, K: tl.constexpr, BN: tl.constexpr, LENGTH: t
 
 
 @triton.jit
-def _chunk(ptr, row, column, K: tl.constexpr, EVEN: tl.constexpr):
+def _chunk(ptr, row, column, K: tl.constexpr, EVEN: tl.constexpr, NOW: tl.constexpr = False):
+    """NOW: the load is issued where it stands. Otherwise the compiler may move it down to where its value is needed."""
     if EVEN:
-        return tl.load(ptr + row + column)
+        return tl.load(ptr + row + column, volatile=NOW)
     else:
-        return tl.load(ptr + row + column, mask=column < K, other=0.0)
+        return tl.load(ptr + row + column, mask=column < K, other=0.0, volatile=NOW)
 
 
 @triton.jit
@@ -118,7 +119,7 @@ def _add_held(
     BK: tl.constexpr = first.shape[len(first.shape) - 1]
     xs = ()
     for i in tl.static_range(STEPS):
-        xs = xs + (_chunk(x_ptr, x_row, first + i * BK, K, EVEN),)  # noqa: RUF005
+        xs = xs + (_chunk(x_ptr, x_row, first + i * BK, K, EVEN, True),)  # noqa: RUF005
     for i in tl.static_range(STEPS):
         sums = _add(sums, weights[i], xs[i], norms[i], norm_ptr is not None, ACT)
     return sums
@@ -202,6 +203,12 @@ def tile_kernel(
             total *= rstd
             up *= rstd
         _finish(total, up, residual, scale_ptr, out_ptr, n, t, T, N, ACT)
+    elif arrivals_ptr is None:
+        inside = (n < N)[:, None] & (t < T)[None, :]
+        at = part_ptr + (split.to(tl.int64) * T + t)[None, :] * (N * PAIR) + n[:, None]
+        tl.store(at, total, mask=inside)
+        if ACT != 0:
+            tl.store(at + N, up, mask=inside)
     else:
         SIZE: tl.constexpr = (PAIR * BN + 1) * BT
         tile = tl.program_id(0) * tl.num_programs(2) + tl.program_id(2)
@@ -262,3 +269,35 @@ def slice_kernel(
         total *= rstd
         up *= rstd
     _finish(total, up, residual, scale_ptr, out_ptr, n, t, T, N, ACT)
+
+
+@triton.jit(do_not_specialize=["T"])
+def sum_kernel(
+    part_ptr, x_ptr, norm_ptr, scale_ptr, residual_ptr, out_ptr, T, N, x_stride, residual_stride, eps,
+    K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr, ACT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Adds the parts of `tile_kernel` in their order and finishes them. Program (t, c): columns c * BLOCK onwards of row t."""
+    if PDL:
+        gdc_launch_dependents()
+    t = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = n < N
+    WIDTH = N * (2 if ACT != 0 else 1)
+    if PDL:
+        gdc_wait()
+    rows = t + tl.arange(0, 1)
+    residual = _residual(residual_ptr, n, rows, T, N, residual_stride)
+    total = tl.zeros([BLOCK], tl.float32)
+    up = tl.zeros([BLOCK], tl.float32)
+    for s in tl.static_range(SPLIT):
+        at = part_ptr + (s * T + t) * WIDTH + n
+        total += tl.load(at, mask=inside, other=0.0)
+        if ACT != 0:
+            up += tl.load(at + N, mask=inside, other=0.0)
+    if norm_ptr is not None:
+        column = tl.arange(0, BLOCK_K)
+        x = tl.load(x_ptr + t * x_stride + column, mask=column < K, other=0.0).to(tl.float32)
+        rstd = tl.rsqrt(tl.sum(x * x, 0) / K + eps)
+        total *= rstd
+        up *= rstd
+    _finish(total[:, None], up[:, None], residual, scale_ptr, out_ptr, n, rows, T, N, ACT)

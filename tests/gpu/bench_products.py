@@ -84,26 +84,26 @@ MODELS = {
 # bn, bk, warps
 GEMVS = [(bn, bk, warps) for bk, warps in ((256, 1), (512, 1), (512, 2), (1024, 2), (1024, 4), (2048, 4)) for bn in (1, 2, 4, 8)]
 # bn, bk, warps, stages (1: all weights held), fewest rows
-TILES = [
-    (64, 128, 4, 1, 1), (64, 256, 4, 1, 1), (128, 128, 8, 1, 1), (64, 128, 4, 3, 17), (64, 64, 4, 6, 33), (128, 64, 4, 4, 33),
-    (128, 64, 8, 4, 65),
-]  # fmt: skip
+TILES = [(64, 128, 4, 1, 1), (64, 256, 4, 1, 1), (128, 128, 8, 1, 1), (64, 128, 4, 3, 9), (64, 64, 4, 6, 33), (128, 64, 8, 4, 65)]
 SPLITS = (1, 2, 4, 6, 8, 12, 16)
-# bn, bk, slices, stages
-SLICES = [(8, 128, 8, 1), (16, 128, 8, 1), (16, 64, 8, 1), (16, 128, 4, 1)]
+# bn, bk, slices, stages, most rows
+SLICES = [
+    (8, 128, 8, 1, 8), (8, 256, 8, 1, 8), (16, 128, 4, 1, 32), (16, 128, 8, 1, 32), (16, 256, 4, 1, 8), (16, 256, 8, 1, 8), (32, 128, 4, 1, 8),
+    (16, 64, 8, 3, 32), (16, 128, 4, 3, 32), (16, 64, 16, 1, 32),
+]  # fmt: skip
 
 
 def fits(config: Tiles, product: Product, rows: int) -> bool:
     """In shared memory and registers, with neither too few nor too many programs."""
     parts, norm = (2 if product.kind == "gated" else 1), product.kind in ("norm", "gated")
     programs = product.outputs // config.bn * config.split * -(-rows // config.bt)
-    if product.inner % (config.bk * config.slices * config.split) or not 90 <= programs <= 400:
+    if product.inner % (config.bk * config.slices * config.split) or not 48 <= programs <= 400:
         return False
     length = product.inner // config.split
     if config.stages == 1:
         held = 2 * config.bn * parts * length
-        return length // (config.bk * config.slices) <= 8 and held <= 68_000 and 2 * (config.bn * parts + config.bt) * length < 200_000
-    steps = length // config.bk
+        return length // (config.bk * config.slices) <= 8 and held <= 132_000 and 2 * (config.bn * parts + config.bt) * length < 200_000
+    steps = length // (config.bk * config.slices)
     return steps >= 2 and 2 * config.stages * config.bk * config.slices * (config.bn * parts + config.bt * (1 + norm)) <= 200_000
 
 
@@ -115,13 +115,20 @@ def candidates(product: Product, rows: int) -> Iterator[Gemv | Tiles]:
             registers = parts * bn * product.inner / (warps * 64)
             if bk <= product.inner and 24 <= registers <= 128 and 128 <= product.outputs // bn <= 1100:
                 yield Gemv(bn, bk, warps)
+                if product.kind == "add":
+                    yield Gemv(bn, bk, warps, True)
         return
     bt = min(64, max(16, 1 << (rows - 1).bit_length()))
-    tiles = [Tiles(bt, bn, bk, split, warps, stages) for bn, bk, warps, stages, least in TILES if rows >= least for split in SPLITS]
+    tiles = [
+        Tiles(bt, bn, bk, split, warps, stages, warm=stages > 1, last=last)
+        for bn, bk, warps, stages, least in TILES
+        if rows >= least
+        for split in SPLITS
+        for last in (False, *([True] if split in (2, 8) and (bk == 256 or bn == 128) else []))
+    ]
+    bt = max(8, 1 << (rows - 1).bit_length())
+    tiles += [Tiles(bt, bn, bk, 1, slices, stages, warm=stages > 1, slices=slices) for bn, bk, slices, stages, most in SLICES if rows <= most]
     yield from (config for config in tiles if fits(config, product, rows))
-    if rows <= 16:
-        flat = [Tiles(8 if rows <= 8 else 16, bn, bk, 1, slices, stages, slices=slices) for bn, bk, slices, stages in SLICES]
-        yield from (config for config in flat if fits(config, product, rows))
 
 
 def variants(config: Gemv | Tiles, product: Product) -> list[Gemv | Tiles]:
@@ -129,6 +136,7 @@ def variants(config: Gemv | Tiles, product: Product) -> list[Gemv | Tiles]:
     if isinstance(config, Gemv):
         return []
     apart = [replace(config, fused_norm=False)] if product.kind in ("norm", "gated") else []
+    apart += [replace(config, last=not config.last)] if config.split > 1 else []
     return [*apart, replace(config, warm=not config.warm)]
 
 
@@ -272,8 +280,9 @@ def short(config: Config) -> str:
     if config is None:
         return "cuBLAS"
     if isinstance(config, Gemv):
-        return f"gemv {config.bn}x{config.bk} w{config.warps}"
+        return f"gemv {config.bn}x{config.bk} w{config.warps}{' ordered' if config.order else ''}"
     marks = ("" if config.fused_norm else " norm apart") + ("" if config.warm else " cold")
+    marks += " last" if config.last else ""
     cut = f"slice {config.bn}x{config.bk}*{config.slices}" if config.slices > 1 else f"tile {config.bn}x{config.bk}/{config.split}"
     return f"{cut} t{config.bt} w{config.warps} s{config.stages}{marks}"
 
