@@ -15,16 +15,16 @@ from modelrunner.kernels.norm.rows import scaled
 
 
 @triton.jit
-def _input(x_ptr, norms, K: tl.constexpr, BK: tl.constexpr, eps, HAS_NORM: tl.constexpr, ORDER: tl.constexpr):
+def _input(x_ptr, norms, K: tl.constexpr, BK: tl.constexpr, eps, HAS_NORM: tl.constexpr):
     """One row of x as a tuple of [BK] tiles, normed if there are `norms` (tiles of the norm's weight)."""
     TILES: tl.constexpr = (K + BK - 1) // BK
     column = tl.arange(0, BK)
     raw = ()
     for i in tl.static_range(TILES):
         if K % BK == 0:
-            raw = raw + (tl.load(x_ptr + i * BK + column, volatile=ORDER),)  # noqa: RUF005 - the compiler takes no unpacking
+            raw = raw + (tl.load(x_ptr + i * BK + column),)  # noqa: RUF005 - the compiler takes no unpacking
         else:
-            raw = raw + (tl.load(x_ptr + i * BK + column, mask=i * BK + column < K, other=0.0, volatile=ORDER),)  # noqa: RUF005
+            raw = raw + (tl.load(x_ptr + i * BK + column, mask=i * BK + column < K, other=0.0),)  # noqa: RUF005
     if HAS_NORM:
         squares = tl.zeros([BK], tl.float32)
         for i in tl.static_range(TILES):
@@ -55,10 +55,10 @@ def _weights(w_ptr, n, K: tl.constexpr, BK: tl.constexpr):
 
 
 @triton.jit
-def _dot(weights, x, start, TILES: tl.constexpr):
-    """[BN]: the sum of `start` [BN, BK] or [1, BK] and all tiles, in float32."""
-    total = start
-    for i in tl.static_range(TILES):
+def _dot(weights, x, TILES: tl.constexpr):
+    """[BN]: the sum over all tiles, in float32."""
+    total = weights[0].to(tl.float32) * x[0].to(tl.float32)[None, :]
+    for i in tl.static_range(1, TILES):
         total += weights[i].to(tl.float32) * x[i].to(tl.float32)[None, :]
     return tl.sum(total, 1)
 
@@ -66,8 +66,7 @@ def _dot(weights, x, start, TILES: tl.constexpr):
 @triton.jit
 def gemv_kernel(
     x_ptr, norm_ptr, w_ptr, scale_ptr, residual_ptr, out_ptr, N, x_stride, residual_stride, eps,
-    T: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ACT: tl.constexpr, ORDER: tl.constexpr,
-    PDL: tl.constexpr,
+    T: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ACT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out [T, N] = residual + scale * (norm(x) @ w.T); with ACT the activation of gate (rows 0..N of w) and up (rows N..2N).
 
@@ -89,23 +88,18 @@ def gemv_kernel(
             norms = norms + (tl.load(norm_ptr + column, mask=column < K, other=0.0),)  # noqa: RUF005
     if PDL:
         gdc_wait()
-    ADD_FIRST: tl.constexpr = residual_ptr is not None and scale_ptr is None and ACT == 0
     for t in tl.static_range(T):
-        start = tl.zeros([1, BK], tl.float32)
-        x = _input(x_ptr + t * x_stride, norms, K, BK, eps, norm_ptr is not None, ORDER)
         if residual_ptr is not None:
-            residual = tl.load(residual_ptr + t * residual_stride + row, volatile=ORDER).to(tl.float32)
-        if ADD_FIRST:
-            # The first summand, so that the compiler cannot put off its load until the sum is there.
-            start = tl.where(tl.arange(0, BK)[None, :] == 0, residual[:, None], start)
-        total = _dot(weights, x, start, TILES)
+            residual = tl.load(residual_ptr + t * residual_stride + row).to(tl.float32)
+        x = _input(x_ptr + t * x_stride, norms, K, BK, eps, norm_ptr is not None)
+        total = _dot(weights, x, TILES)
         if scale_ptr is not None:
             total *= tl.load(scale_ptr + row)
         if ACT != 0:
-            up = _dot(ups, x, start, TILES)
+            up = _dot(ups, x, TILES)
             if scale_ptr is not None:
                 up *= tl.load(scale_ptr + row + N)
             total = gated(total.to(dtype), up.to(dtype), ACT)
-        if residual_ptr is not None and not ADD_FIRST:
+        if residual_ptr is not None:
             total += residual
         tl.store(out_ptr + t * N + n, total.to(dtype), mask=n < N)

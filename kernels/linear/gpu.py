@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import triton
+
 from modelrunner.kernels.activation.gated import SILU
 from modelrunner.kernels.builds import Build
 from modelrunner.kernels.linear.gemv import gemv_kernel
+from modelrunner.kernels.linear.launch import SUM_BLOCK
 from modelrunner.kernels.linear.plan import Gemv, plan
 from modelrunner.kernels.linear.products import int8_matmul, matmul, matmul_add, norm_gated_matmul, norm_matmul
-from modelrunner.kernels.linear.tiles import slice_kernel, tile_kernel
+from modelrunner.kernels.linear.tiles import sum_kernel, tile_kernel
 
 OVERRIDES: dict[str, Callable[..., Any]] = {
     "matmul": matmul,
@@ -36,22 +39,23 @@ def builds(kind: str, rows: int, outputs: int, inner: int, dtype: str = "bf16") 
     given |= {"residual_ptr": dtype} if kind == "add" else {}
     given |= {"scale_ptr": "fp32"} if kind == "int8" else {}
     split = 1 if isinstance(tiles, Gemv) else tiles.split
-    given |= {"part_ptr": "fp32", "arrivals_ptr": "i32"} if split > 1 else {}
-    names = ("x_ptr", "norm_ptr", "w_ptr", "scale_ptr", "residual_ptr", "out_ptr", "part_ptr", "arrivals_ptr")
+    given |= {"part_ptr": "fp32"} if split > 1 else {}
+    names = ("x_ptr", "norm_ptr", "w_ptr", "scale_ptr", "residual_ptr", "out_ptr", "part_ptr")
     signature = {k: f"*{v}" for k, v in given.items()} | _NUMBERS
     none = {name: None for name in names if name not in given}
-    if isinstance(tiles, Gemv) or tiles.slices > 1:
-        del none["part_ptr"], none["arrivals_ptr"]
     if isinstance(tiles, Gemv):
+        none.pop("part_ptr")
         constants = {"T": rows, "K": inner, "BN": tiles.bn, "BK": tiles.bk, "ACT": act, "PDL": True}
         return [Build(gemv_kernel, signature, none | constants, tiles.warps, divisible=_DIVISIBLE)]
     common = {"K": inner, "ACT": act, "PDL": True}
     constants = {"BT": tiles.bt, "BN": tiles.bn, "BK": tiles.bk, "HOLD": tiles.stages == 1, "WARM": tiles.warm}
-    if tiles.slices > 1:
-        constants["SLICES"] = tiles.slices
-        return [Build(slice_kernel, signature, none | common | constants, tiles.warps, tiles.stages, divisible=_DIVISIBLE)]
     common["SPLIT"] = split
-    return [Build(tile_kernel, signature, none | common | constants, tiles.warps, tiles.stages, 16, divisible=_DIVISIBLE)]
+    found = [Build(tile_kernel, signature, none | common | constants, tiles.warps, tiles.stages, 16, divisible=_DIVISIBLE)]
+    if split > 1:
+        constants = {"BLOCK_K": triton.next_power_of_2(inner), "BLOCK": SUM_BLOCK}
+        # A100's compiler spills a little where eight parts of gate and up meet the norm.
+        found.append(Build(sum_kernel, signature, none | common | constants, 2, max_spill_bytes=32, divisible=_DIVISIBLE))
+    return found
 
 
 BUILDS: list[Build] = [

@@ -9,14 +9,11 @@ import triton
 
 from modelrunner.kernels.linear.gemv import gemv_kernel
 from modelrunner.kernels.linear.plan import Gemv, Tiles
-from modelrunner.kernels.linear.tiles import slice_kernel, sum_kernel, tile_kernel
+from modelrunner.kernels.linear.tiles import sum_kernel, tile_kernel
 from modelrunner.kernels.norm.rows import rms_norm
 from modelrunner.kernels.pdl import pdl
 
 SUM_BLOCK = 256  # columns of a program of `sum_kernel`
-COUNTERS = 4096  # tiles of a split product that share their zeros with other products; more get their own
-
-_counters: dict[tuple[torch.device, int], torch.Tensor] = {}  # by device and stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,19 +28,6 @@ class Extras:
 
 
 PLAIN = Extras()
-
-
-def counters(device: torch.device, tiles: int) -> torch.Tensor:
-    """int32 zeros [tiles or more], which `tile_kernel` leaves as it finds them; launches of one stream share them, as they run in turn."""
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    found = _counters.get((device, stream))
-    if found is not None and tiles <= COUNTERS:
-        return found
-    made = torch.zeros(max(tiles, COUNTERS), dtype=torch.int32, device=device)
-    # In a graph's memory they are zeros from the first replay on, and go with the graph.
-    if tiles <= COUNTERS and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-        _counters[device, stream] = made
-    return made
 
 
 def run(tiles: Gemv | Tiles, x: torch.Tensor, weight: torch.Tensor, extras: Extras = PLAIN) -> torch.Tensor:
@@ -66,7 +50,7 @@ def _run_gemv(tiles: Gemv, x: torch.Tensor, weight: torch.Tensor, extras: Extras
     strides = (x.stride(0), 0 if residual is None else residual.stride(0))
     gemv_kernel[(triton.cdiv(outputs, tiles.bn),)](
         x, extras.norm, weight, extras.scale, residual, out, outputs, *strides, extras.eps,
-        T=rows, K=x.shape[1], BN=tiles.bn, BK=tiles.bk, ACT=extras.act, ORDER=tiles.order, num_warps=tiles.warps, **pdl(x),
+        T=rows, K=x.shape[1], BN=tiles.bn, BK=tiles.bk, ACT=extras.act, num_warps=tiles.warps, **pdl(x),
     )  # fmt: skip
 
 
@@ -81,18 +65,11 @@ def _run_tiles(tiles: Tiles, x: torch.Tensor, weight: torch.Tensor, extras: Extr
     options = {"K": inner, "ACT": act, "num_warps": tiles.warps, "num_stages": tiles.stages, **dependent}
     options |= {"BT": tiles.bt, "BN": tiles.bn, "BK": tiles.bk, "HOLD": tiles.stages == 1, "WARM": tiles.warm and dependent["PDL"]}
     grid = (triton.cdiv(outputs, tiles.bn), split, triton.cdiv(rows, tiles.bt))
-    if tiles.slices > 1:
-        slice_kernel[grid](*before, *after, SLICES=tiles.slices, **options)
-        return
-    part = arrivals = None
-    if split > 1 and tiles.last:
-        size = (tiles.bn * (2 if act else 1) + 1) * tiles.bt
-        part = torch.empty((grid[0] * grid[2] * split * size,), dtype=torch.float32, device=x.device)
-        arrivals = counters(x.device, grid[0] * grid[2])
-    elif split > 1:
+    if split == 1:
+        tile_kernel[grid](*before, None, *after, SPLIT=1, **options)
+    else:
         part = torch.empty((split, rows, weight.shape[0]), dtype=torch.float32, device=x.device)
-    tile_kernel[grid](*before, part, arrivals, *after, SPLIT=split, **options)
-    if split > 1 and not tiles.last:
+        tile_kernel[grid](*before, part, *after, SPLIT=split, **options)
         sum_kernel[(rows, triton.cdiv(outputs, SUM_BLOCK))](
             part, x, norm, extras.scale, residual, out, *after,
             K=inner, BLOCK_K=triton.next_power_of_2(inner), BLOCK=SUM_BLOCK, SPLIT=split, ACT=act, num_warps=2, **dependent,

@@ -1,12 +1,12 @@
 """Products of up to some hundred rows on tensor cores, built to stream weights.
 
-The weights are the tall operand: a program multiplies BN of their rows by up to BT rows of x. `tile_kernel` is for tall tiles; where they
-leave too few programs for the GPU, K is split among programs, and whichever finishes a tile's last part adds them in their order, so that
-the result does not depend on who was last. `slice_kernel` is for flat tiles: it splits K among the warps of a program, which would
-otherwise all do the same.
+The weights are the tall operand: a program multiplies BN of their rows by up to BT rows of x. Where that leaves too few programs for the
+GPU, K is split among programs, and `sum_kernel` adds the parts in their order. That launch costs less than its alternatives did: the last
+program of a tile adding the parts (a fence and an atomic, each a way to the L2 cache and back), or all of K in one program, in slices for
+its warps.
 
-Weights start their way into the L2 cache before the input is there. With a norm, x is multiplied by the norm's weight alone, and the sums
-by 1 / rms in the end (the squares are added up on the way).
+Weights start their way into shared memory or the L2 cache before the input is there. With a norm, x is multiplied by the norm's weight
+alone, and the sums by 1 / rms in the end (the squares are added up on the way).
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _weights(w_ptr, w_row, up_row, column, K: tl.constexpr, EVEN: tl.constexpr, 
 @triton.jit
 def _hold(w_ptr, norm_ptr, w_row, up_row, x_row, first, STEPS: tl.constexpr, K: tl.constexpr, EVEN: tl.constexpr, ACT: tl.constexpr):
     """All weights of a program, and the norm's weights in the shape of x: a tuple with the tiles of each step of K."""
-    BK: tl.constexpr = first.shape[len(first.shape) - 1]
+    BK: tl.constexpr = first.shape[1]
     weights = ()
     norms = ()
     for i in tl.static_range(STEPS):
@@ -98,13 +98,13 @@ def _hold(w_ptr, norm_ptr, w_row, up_row, x_row, first, STEPS: tl.constexpr, K: 
 
 @triton.jit
 def _add(sums, weights, x, norm, HAS_NORM: tl.constexpr, ACT: tl.constexpr):
-    """The sums (total, up, squares) with one more step of K: [.., BN, BK] weights times [.., BT, BK] of x, which `norm` scales."""
+    """The sums (total, up, squares) with one more step of K: [BN, BK] weights times [BT, BK] of x, which `norm` scales."""
     total, up, squares = sums
     if HAS_NORM:
         wide = x.to(tl.float32)
         squares += wide * wide
         x = (wide * norm.to(tl.float32)).to(x.dtype)
-    x = tl.permute(x, (0, 2, 1)) if len(x.shape) == 3 else tl.trans(x)
+    x = tl.trans(x)
     total = tl.dot(weights[0].to(x.dtype), x, total, input_precision="ieee")
     if ACT != 0:
         up = tl.dot(weights[1].to(x.dtype), x, up, input_precision="ieee")
@@ -116,7 +116,7 @@ def _add_held(
     sums, weights, norms, x_ptr, norm_ptr, x_row, first, STEPS: tl.constexpr, K: tl.constexpr, EVEN: tl.constexpr, ACT: tl.constexpr
 ):
     """The sums with all of `_hold`. All of x is asked for before any of it is used."""
-    BK: tl.constexpr = first.shape[len(first.shape) - 1]
+    BK: tl.constexpr = first.shape[1]
     xs = ()
     for i in tl.static_range(STEPS):
         xs = xs + (_chunk(x_ptr, x_row, first + i * BK, K, EVEN, True),)  # noqa: RUF005
@@ -130,7 +130,7 @@ def _add_loaded(
     sums, w_ptr, x_ptr, norm_ptr, w_row, up_row, x_row, first, STEPS: tl.constexpr, K: tl.constexpr, EVEN: tl.constexpr, ACT: tl.constexpr
 ):
     """The sums with STEPS steps of K, weights and x being brought by the compiler's pipeline."""
-    BK: tl.constexpr = first.shape[len(first.shape) - 1]
+    BK: tl.constexpr = first.shape[1]
     for i in tl.range(STEPS):
         column = first + i * BK
         norm = _chunk(norm_ptr, x_row * 0, column, K, EVEN) if norm_ptr is not None else 0
@@ -139,41 +139,21 @@ def _add_loaded(
     return sums
 
 
-@triton.jit
-def _sum_parts(part_ptr, place, ones, HAS_NORM: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr, SPLIT: tl.constexpr, PAIR: tl.constexpr):
-    """total, up [BN, BT] and squares [BT] of a tile's parts, in their order.
-
-    Other multiprocessors wrote them: read past the first-level cache.
-    """
-    total = tl.zeros([BN, BT], tl.float32)
-    up = tl.zeros([BN, BT], tl.float32)
-    squares = tl.zeros([BT], tl.float32)
-    for s in tl.static_range(SPLIT):
-        part = part_ptr + s * ((PAIR * BN + 1) * BT)
-        total += tl.load(part + place, mask=ones[None, :], other=0.0, cache_modifier=".cg")
-        if PAIR == 2:
-            up += tl.load(part + BN * BT + place, mask=ones[None, :], other=0.0, cache_modifier=".cg")
-        if HAS_NORM:
-            squares += tl.load(part + PAIR * BN * BT + tl.arange(0, BT), mask=ones, other=0.0, cache_modifier=".cg")
-    return total, up, squares
-
-
 @triton.jit(do_not_specialize=["T"])
 def tile_kernel(
-    x_ptr, norm_ptr, w_ptr, scale_ptr, residual_ptr, out_ptr, part_ptr, arrivals_ptr, T, N, x_stride, residual_stride, eps,
+    x_ptr, norm_ptr, w_ptr, scale_ptr, residual_ptr, out_ptr, part_ptr, T, N, x_stride, residual_stride, eps,
     K: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, ACT: tl.constexpr,
     HOLD: tl.constexpr, WARM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """As `gemv_kernel`, for T rows. Program (n, s, t): BN outputs, part s of K, BT rows.
 
-    part_ptr: None, or float32 [tiles of N and T, SPLIT, BN or 2 BN sums and a sum of squares of BT rows]. arrivals_ptr: None, or int32
-    [tiles of N and T], zeros between launches: finished parts. HOLD: a program's weights are in shared memory before the input is there.
+    part_ptr: None, or float32 [SPLIT, T, N or 2N], which gets plain sums instead of out; `sum_kernel` does the rest. HOLD: all weights of a
+    program are in shared memory before the input is there.
     """
     if PDL:
         gdc_launch_dependents()
     STEPS: tl.constexpr = (K + BK * SPLIT - 1) // (BK * SPLIT)
     EVEN: tl.constexpr = K % (BK * SPLIT) == 0
-    PAIR: tl.constexpr = 2 if ACT != 0 else 1
     split = tl.program_id(1)
     start = split * (STEPS * BK)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -182,10 +162,10 @@ def tile_kernel(
     up_row = w_row + N.to(tl.int64) * K
     first = (start + tl.arange(0, BK))[None, :]
     x_row = (tl.minimum(t, T - 1).to(tl.int64) * x_stride)[:, None]
-    if WARM:
-        _prefetch_rows(w_ptr, start, N, K, BN, STEPS * BK, ACT)
     if HOLD:
         weights, norms = _hold(w_ptr, norm_ptr, w_row, up_row, x_row, first, STEPS, K, EVEN, ACT)
+    elif WARM:
+        _prefetch_rows(w_ptr, start, N, K, BN, STEPS * BK, ACT)
     if PDL:
         gdc_wait()
     if SPLIT == 1:
@@ -203,72 +183,13 @@ def tile_kernel(
             total *= rstd
             up *= rstd
         _finish(total, up, residual, scale_ptr, out_ptr, n, t, T, N, ACT)
-    elif arrivals_ptr is None:
+    else:
+        WIDTH = N * (2 if ACT != 0 else 1)
         inside = (n < N)[:, None] & (t < T)[None, :]
-        at = part_ptr + (split.to(tl.int64) * T + t)[None, :] * (N * PAIR) + n[:, None]
+        at = part_ptr + (split.to(tl.int64) * T + t)[None, :] * WIDTH + n[:, None]
         tl.store(at, total, mask=inside)
         if ACT != 0:
             tl.store(at + N, up, mask=inside)
-    else:
-        SIZE: tl.constexpr = (PAIR * BN + 1) * BT
-        tile = tl.program_id(0) * tl.num_programs(2) + tl.program_id(2)
-        parts = part_ptr + tile.to(tl.int64) * (SPLIT * SIZE)
-        mine = parts + split * SIZE
-        place = (tl.arange(0, BT) * BN)[None, :] + tl.arange(0, BN)[:, None]
-        tl.store(mine + place, total, mask=(t < T)[None, :])
-        if ACT != 0:
-            tl.store(mine + BN * BT + place, up, mask=(t < T)[None, :])
-        if norm_ptr is not None:
-            tl.store(mine + PAIR * BN * BT + tl.arange(0, BT), squares, mask=t < T)
-        tl.debug_barrier()  # all threads' stores come before the one atomic
-        arrived = tl.atomic_add(arrivals_ptr + tile, 1, sem="acq_rel", scope="gpu")
-        if arrived == SPLIT - 1:
-            late = _residual(residual_ptr, n, t, T, N, residual_stride)
-            all_total, all_up, all_squares = _sum_parts(parts, place, t < T, norm_ptr is not None, BN, BT, SPLIT, PAIR)
-            if norm_ptr is not None:
-                all_rstd = tl.rsqrt(all_squares / K + eps)[None, :]
-                all_total *= all_rstd
-                all_up *= all_rstd
-            _finish(all_total, all_up, late, scale_ptr, out_ptr, n, t, T, N, ACT)
-            tl.store(arrivals_ptr + tile, 0)  # for the next launch
-
-
-@triton.jit(do_not_specialize=["T"])
-def slice_kernel(
-    x_ptr, norm_ptr, w_ptr, scale_ptr, residual_ptr, out_ptr, T, N, x_stride, residual_stride, eps,
-    K: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SLICES: tl.constexpr, ACT: tl.constexpr,
-    HOLD: tl.constexpr, WARM: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """As `tile_kernel` without parts. Program (n, 0, t): BN outputs, BT rows; each of SLICES warps takes a slice of K, in steps of BK."""
-    if PDL:
-        gdc_launch_dependents()
-    STEPS: tl.constexpr = (K + BK * SLICES - 1) // (BK * SLICES)
-    EVEN: tl.constexpr = K % (BK * SLICES) == 0
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    t = tl.program_id(2) * BT + tl.arange(0, BT)
-    w_row = (tl.minimum(n, N - 1).to(tl.int64) * K)[None, :, None]
-    up_row = w_row + N.to(tl.int64) * K
-    first = tl.arange(0, SLICES)[:, None, None] * (STEPS * BK) + tl.arange(0, BK)[None, None, :]
-    x_row = (tl.minimum(t, T - 1).to(tl.int64) * x_stride)[None, :, None]
-    if WARM:
-        _prefetch_rows(w_ptr, 0, N, K, BN, K, ACT)
-    if HOLD:
-        weights, norms = _hold(w_ptr, norm_ptr, w_row, up_row, x_row, first, STEPS, K, EVEN, ACT)
-    if PDL:
-        gdc_wait()
-    residual = _residual(residual_ptr, n, t, T, N, residual_stride)
-    zeros = tl.zeros([SLICES, BN, BT], tl.float32)
-    sums = (zeros, zeros, tl.zeros([SLICES, BT, BK], tl.float32))
-    if HOLD:
-        sums = _add_held(sums, weights, norms, x_ptr, norm_ptr, x_row, first, STEPS, K, EVEN, ACT)
-    else:
-        sums = _add_loaded(sums, w_ptr, x_ptr, norm_ptr, w_row, up_row, x_row, first, STEPS, K, EVEN, ACT)
-    total, up = tl.sum(sums[0], 0), tl.sum(sums[1], 0)
-    if norm_ptr is not None:
-        rstd = tl.rsqrt(tl.sum(tl.sum(sums[2], 2), 0) / K + eps)[None, :]
-        total *= rstd
-        up *= rstd
-    _finish(total, up, residual, scale_ptr, out_ptr, n, t, T, N, ACT)
 
 
 @triton.jit(do_not_specialize=["T"])

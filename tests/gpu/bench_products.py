@@ -84,60 +84,46 @@ MODELS = {
 # bn, bk, warps
 GEMVS = [(bn, bk, warps) for bk, warps in ((256, 1), (512, 1), (512, 2), (1024, 2), (1024, 4), (2048, 4)) for bn in (1, 2, 4, 8)]
 # bn, bk, warps, stages (1: all weights held), fewest rows
-TILES = [(64, 128, 4, 1, 1), (64, 256, 4, 1, 1), (128, 128, 8, 1, 1), (64, 128, 4, 3, 9), (64, 64, 4, 6, 33), (128, 64, 8, 4, 65)]
-SPLITS = (1, 2, 4, 6, 8, 12, 16)
-# bn, bk, slices, stages, most rows
-SLICES = [
-    (8, 128, 8, 1, 8), (8, 256, 8, 1, 8), (16, 128, 4, 1, 32), (16, 128, 8, 1, 32), (16, 256, 4, 1, 8), (16, 256, 8, 1, 8), (32, 128, 4, 1, 8),
-    (16, 64, 8, 3, 32), (16, 128, 4, 3, 32), (16, 64, 16, 1, 32),
+TILES = [
+    (64, 128, 4, 1, 1), (64, 256, 4, 1, 1), (128, 128, 8, 1, 1), (64, 128, 4, 3, 33), (64, 64, 4, 6, 33), (128, 64, 8, 4, 65),
+    (32, 128, 4, 4, 65),
 ]  # fmt: skip
+SPLITS = (1, 2, 4, 6, 8, 12)
 
 
 def fits(config: Tiles, product: Product, rows: int) -> bool:
     """In shared memory and registers, with neither too few nor too many programs."""
     parts, norm = (2 if product.kind == "gated" else 1), product.kind in ("norm", "gated")
     programs = product.outputs // config.bn * config.split * -(-rows // config.bt)
-    if product.inner % (config.bk * config.slices * config.split) or not 48 <= programs <= 400:
+    if product.inner % (config.bk * config.split) or not 60 <= programs <= 300:
         return False
     length = product.inner // config.split
     if config.stages == 1:
         held = 2 * config.bn * parts * length
-        return length // (config.bk * config.slices) <= 8 and held <= 132_000 and 2 * (config.bn * parts + config.bt) * length < 200_000
-    steps = length // (config.bk * config.slices)
-    return steps >= 2 and 2 * config.stages * config.bk * config.slices * (config.bn * parts + config.bt * (1 + norm)) <= 200_000
+        return length // config.bk <= 8 and held <= 132_000 and 2 * (config.bn * parts + config.bt) * length < 200_000
+    return length >= 2 * config.bk and 2 * config.stages * config.bk * (config.bn * parts + config.bt * (1 + norm)) <= 200_000
 
 
 def candidates(product: Product, rows: int) -> Iterator[Gemv | Tiles]:
     """Configurations worth a try."""
-    parts = 2 if product.kind == "gated" else 1
     if rows <= 4:
         for bn, bk, warps in GEMVS:
-            registers = parts * bn * product.inner / (warps * 64)
+            registers = product.weight_shape[0] // product.outputs * bn * product.inner / (warps * 64)
             if bk <= product.inner and 24 <= registers <= 128 and 128 <= product.outputs // bn <= 1100:
                 yield Gemv(bn, bk, warps)
-                if product.kind == "add":
-                    yield Gemv(bn, bk, warps, True)
         return
-    bt = min(64, max(16, 1 << (rows - 1).bit_length()))
-    tiles = [
-        Tiles(bt, bn, bk, split, warps, stages, warm=stages > 1, last=last)
-        for bn, bk, warps, stages, least in TILES
-        if rows >= least
-        for split in SPLITS
-        for last in (False, *([True] if split in (2, 8) and (bk == 256 or bn == 128) else []))
-    ]
-    bt = max(8, 1 << (rows - 1).bit_length())
-    tiles += [Tiles(bt, bn, bk, 1, slices, stages, warm=stages > 1, slices=slices) for bn, bk, slices, stages, most in SLICES if rows <= most]
-    yield from (config for config in tiles if fits(config, product, rows))
+    for bt in {min(top, max(16, 1 << (rows - 1).bit_length())) for top in (32, 64)}:
+        for bn, bk, warps, stages, least in TILES:
+            tiles = [Tiles(bt, bn, bk, split, warps, stages) for split in SPLITS if rows >= least]
+            yield from (config for config in tiles if fits(config, product, rows))
 
 
 def variants(config: Gemv | Tiles, product: Product) -> list[Gemv | Tiles]:
-    """Of the best: the norm apart, with or without the early fetch."""
+    """Of the best: the norm apart, no early fetch."""
     if isinstance(config, Gemv):
         return []
     apart = [replace(config, fused_norm=False)] if product.kind in ("norm", "gated") else []
-    apart += [replace(config, last=not config.last)] if config.split > 1 else []
-    return [*apart, replace(config, warm=not config.warm)]
+    return [*apart, *([replace(config, warm=not config.warm)] if config.stages > 1 else [])]
 
 
 def default(product: Product, rows: int) -> Config:
@@ -280,11 +266,9 @@ def short(config: Config) -> str:
     if config is None:
         return "cuBLAS"
     if isinstance(config, Gemv):
-        return f"gemv {config.bn}x{config.bk} w{config.warps}{' ordered' if config.order else ''}"
+        return f"gemv {config.bn}x{config.bk} w{config.warps}"
     marks = ("" if config.fused_norm else " norm apart") + ("" if config.warm else " cold")
-    marks += " last" if config.last else ""
-    cut = f"slice {config.bn}x{config.bk}*{config.slices}" if config.slices > 1 else f"tile {config.bn}x{config.bk}/{config.split}"
-    return f"{cut} t{config.bt} w{config.warps} s{config.stages}{marks}"
+    return f"tile {config.bn}x{config.bk}/{config.split} t{config.bt} w{config.warps} s{config.stages}{marks}"
 
 
 Found = dict[Config, float]  # microseconds
@@ -354,9 +338,9 @@ def report(bench: Bench, rows: int, best: dict[str, Config], found: dict[str, Fo
 def sweep(bench: Bench, many: list[int], options: argparse.Namespace, end: float) -> list[dict[str, object]]:
     """All candidates, compiled beforehand by many processes, then one descent for each number of rows."""
     products, name = bench.model.products[:4], bench.model.name
-    full, begun = not options.quick and not DRY, time.time()
+    begun, swept = time.time(), [rows for rows in many if str(rows) in options.sweep.split(",") or options.sweep == "all" or DRY]
     todo = {
-        rows: {p.name: list(dict.fromkeys([default(p, rows), *(candidates(p, rows) if full or DRY else ())])) for p in products}
+        rows: {p.name: list(dict.fromkeys([default(p, rows), *(candidates(p, rows) if rows in swept else ())])) for p in products}
         for rows in many
     }
     # A tile kernel is compiled once for all numbers of rows, a GEMV for each.
@@ -372,9 +356,9 @@ def sweep(bench: Bench, many: list[int], options: argparse.Namespace, end: float
     print(f"{name}: {len(jobs)} jobs compiled in {time.time() - begun:.0f} s", flush=True)
     records = []
     for place, rows in enumerate(many):
-        share = time.time() + max(0, end - time.time()) / (len(many) - place)
+        share = time.time() + max(0, end - time.time()) / max(1, len(swept) - place)
         configs = {p.name: right(bench, p, rows, todo[rows][p.name]) for p in products}
-        best, found = descend(bench, rows, configs, share) if full or DRY else ({p.name: default(p, rows) for p in products}, {})
+        best, found = descend(bench, rows, configs, share) if rows in swept else ({p.name: default(p, rows) for p in products}, {})
         records += report(bench, rows, best, found)
     return records
 
@@ -383,7 +367,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rows", default="1,8,32,64,128", help="of Qwen3-0.6B")
     parser.add_argument("--large-rows", default="1,32", help="of Qwen3-8B; none: leave it out")
-    parser.add_argument("--quick", action="store_true", help="no sweep: the shipped configurations alone")
+    parser.add_argument("--sweep", default="all", help="for which of these rows; none: the shipped configurations alone")
     parser.add_argument("--processes", type=int, default=14)
     parser.add_argument("--seconds", type=float, default=240, help="when the sweep of a model ends")
     parser.add_argument("--dry", action="store_true")

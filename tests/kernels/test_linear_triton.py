@@ -22,14 +22,12 @@ from modelrunner.kernels.linear.plan import Gemv, Tiles, plan
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 # The chain rounds its intermediate results; the fused form does not.
 FUSED = Tolerance({torch.float32: (2e-5, 2e-5), torch.float16: (4e-3, 4e-3), torch.bfloat16: (3e-2, 3e-2)})
-GEMVS = [Gemv(4, 64, 1, True), Gemv(2, 256, 4), Gemv(16, 128, 2)]
+GEMVS = [Gemv(4, 64, 1), Gemv(2, 256, 4), Gemv(16, 128, 2)]
 TILES = [
     Tiles(16, 32, 64, 4, 4, 2),
-    Tiles(16, 32, 64, 4, 4, 1, last=True),
     Tiles(32, 64, 32, 2, 4, 1, fused_norm=False),
     Tiles(64, 64, 64, 1, 4, 3),
-    Tiles(16, 16, 64, 1, 4, 3, slices=4),
-    Tiles(32, 8, 32, 1, 8, 1, slices=8),
+    Tiles(32, 32, 64, 3, 4, 1),
 ]
 
 
