@@ -8,7 +8,7 @@ from typing import Any
 import triton
 
 from modelrunner.kernels.activation.gated import SILU
-from modelrunner.kernels.builds import Build
+from modelrunner.kernels.builds import CAPABILITIES, PDL_SINCE, Build
 from modelrunner.kernels.linear.gemv import gemv_kernel
 from modelrunner.kernels.linear.launch import SUM_BLOCK
 from modelrunner.kernels.linear.plan import Gemv, plan
@@ -47,10 +47,13 @@ def builds(kind: str, rows: int, outputs: int, inner: int, dtype: str = "bf16") 
         none.pop("part_ptr")
         constants = {"T": rows, "K": inner, "BN": tiles.bn, "BK": tiles.bk, "ACT": act, "PDL": True}
         return [Build(gemv_kernel, signature, none | constants, tiles.warps, divisible=_DIVISIBLE)]
-    common = {"K": inner, "ACT": act, "PDL": True}
-    constants = {"BT": tiles.bt, "BN": tiles.bn, "BK": tiles.bk, "HOLD": tiles.stages == 1, "WARM": tiles.warm}
-    common["SPLIT"] = split
-    found = [Build(tile_kernel, signature, none | common | constants, tiles.warps, tiles.stages, 16, divisible=_DIVISIBLE)]
+    common = {"K": inner, "ACT": act, "PDL": True, "SPLIT": split}
+    found = []
+    for way, early in ((tiles, True), (tiles.pipelined(), False)):
+        capabilities = tuple(c for c in CAPABILITIES if (c >= PDL_SINCE) == early)
+        constants = {"BT": way.bt, "BN": way.bn, "BK": way.bk, "HOLD": way.stages == 1, "WARM": way.warm}
+        kernel = (tile_kernel, signature, none | common | constants, way.warps, way.stages)
+        found.append(Build(*kernel, 16, divisible=_DIVISIBLE, capabilities=capabilities))
     if split > 1:
         constants = {"BLOCK_K": triton.next_power_of_2(inner), "BLOCK": SUM_BLOCK}
         # A100's compiler spills a little where eight parts of gate and up meet the norm.
@@ -60,7 +63,7 @@ def builds(kind: str, rows: int, outputs: int, inner: int, dtype: str = "bf16") 
 
 BUILDS: list[Build] = [
     build
-    for rows in (1, 4, 16, 64)
+    for rows in (1, 4, 16, 32, 64, 128)
     for kind, outputs, inner in [
         ("norm", 4096, 1024),  # Qwen3-0.6B: qkv, o, gate and up, down, head
         ("add", 1024, 2048),

@@ -56,10 +56,12 @@ def _run_gemv(tiles: Gemv, x: torch.Tensor, weight: torch.Tensor, extras: Extras
 
 def _run_tiles(tiles: Tiles, x: torch.Tensor, weight: torch.Tensor, extras: Extras, out: torch.Tensor) -> None:
     rows, outputs = out.shape
+    dependent = pdl(x)
+    if x.is_cuda and not dependent["PDL"]:
+        tiles = tiles.pipelined()
     inner, norm, residual, act, split = x.shape[1], extras.norm, extras.residual, extras.act, tiles.split
     if norm is not None and not tiles.fused_norm:
         x, norm = rms_norm(x, norm, extras.eps), None
-    dependent = pdl(x)
     strides = (x.stride(0), 0 if residual is None else residual.stride(0))
     before, after = (x, norm, weight, extras.scale, residual, out), (rows, outputs, *strides, extras.eps)
     options = {"K": inner, "ACT": act, "num_warps": tiles.warps, "num_stages": tiles.stages, **dependent}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 GEMV_ROWS = 2  # beyond, tensor cores
@@ -39,6 +39,10 @@ class Tiles:
     stages: int
     fused_norm: bool = True
     warm: bool = True
+
+    def pipelined(self) -> Tiles:
+        """For a device on which no kernel starts before its input is there, so that there is no time in which to load all weights."""
+        return replace(self, bk=min(self.bk, 128), stages=3) if self.stages == 1 else self
 
 
 @cache
