@@ -118,9 +118,9 @@ def candidates(product: Product, rows: int) -> Iterator[Gemv | Tiles]:
             yield from (config for config in tiles if fits(config, product, rows))
 
 
-def variants(config: Gemv | Tiles, product: Product) -> list[Gemv | Tiles]:
+def variants(config: Config, product: Product) -> list[Gemv | Tiles]:
     """Of the best: the norm apart, no early fetch."""
-    if isinstance(config, Gemv):
+    if not isinstance(config, Tiles):
         return []
     apart = [replace(config, fused_norm=False)] if product.kind in ("norm", "gated") else []
     return [*apart, *([replace(config, warm=not config.warm)] if config.stages > 1 else [])]
@@ -356,7 +356,7 @@ def sweep(bench: Bench, many: list[int], options: argparse.Namespace, end: float
     print(f"{name}: {len(jobs)} jobs compiled in {time.time() - begun:.0f} s", flush=True)
     records = []
     for place, rows in enumerate(many):
-        share = time.time() + max(0, end - time.time()) / max(1, len(swept) - place)
+        share = time.time() + max(0, end - time.time()) / max(1, sum(r in swept for r in many[place:]))
         configs = {p.name: right(bench, p, rows, todo[rows][p.name]) for p in products}
         best, found = descend(bench, rows, configs, share) if rows in swept else ({p.name: default(p, rows) for p in products}, {})
         records += report(bench, rows, best, found)
