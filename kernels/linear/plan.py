@@ -62,7 +62,7 @@ def plan(rows: int, outputs: int, inner: int, bits: int, gated: bool, norm: bool
         return None if norm else _large(rows, outputs, inner)
     if norm and rows > 32:
         return None
-    return _small(rows, outputs, inner, gated, norm, norm and not half)
+    return _small(rows, outputs, inner, gated, norm, not (norm and half))
 
 
 def _gemv(rows: int, outputs: int, inner: int, gated: bool) -> Gemv | None:
