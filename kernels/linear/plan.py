@@ -42,7 +42,7 @@ class Tiles:
 
     def pipelined(self) -> Tiles:
         """For a device on which no kernel starts before its input is there, so that there is no time in which to load all weights."""
-        return replace(self, bk=min(self.bk, 128), stages=3) if self.stages == 1 else self
+        return replace(self, bk=min(self.bk, 128 if self.bt <= 32 else 64), stages=3) if self.stages == 1 else self
 
 
 @cache
@@ -60,7 +60,7 @@ def plan(rows: int, outputs: int, inner: int, bits: int, gated: bool, norm: bool
         return None
     if outputs * inner * (2 if gated else 1) >= LARGE:
         return None if norm else _large(rows, outputs, inner)
-    if norm and rows > 32:
+    if norm and rows > 64:
         return None
     return _small(rows, outputs, inner, gated, norm, not (norm and half))
 
@@ -108,12 +108,15 @@ def _small(rows: int, outputs: int, inner: int, gated: bool, norm: bool, fused_n
     elif rows <= 32:
         split = _split(inner, max(1, PROGRAMS * 64 // outputs))
         bn, bk, warps = 64, 128 if inner % (256 * split) else 256, 4
-    elif rows <= 64:
-        bn, bk, warps, split = 64, 128, 4, _split(inner, 8)
+    elif rows > 64:
+        return Tiles(bt, 64, 64, _split(inner, 4), 4, 6, warm=False)
+    elif norm:
+        bt, bn, bk, warps, split = (64, 64, 256, 4, _split(inner, 2)) if gated else (32, 128, 128, 8, _split(inner, 2))
+    elif inner <= 2048:
+        bt, bn, bk, warps, split = 32, 64, 256, 4, _split(inner, 4)
     else:
-        bn, bk, warps, split = 64, 128, 4, _split(inner, 4)
-    held = 2 * bn * (2 if gated else 1) * inner // split
-    if held <= HELD and (rows <= 32 or (rows <= 64 and inner <= 256 * split)):
+        bn, bk, warps, split = 128, 128, 8, _split(inner, 8)
+    if 2 * bn * (2 if gated else 1) * -(-inner // (bk * split)) * bk <= HELD:
         return Tiles(bt, bn, bk, split, warps, 1, fused_norm)
     return Tiles(bt, 64, 128, split, 4, 3, fused_norm)
 
