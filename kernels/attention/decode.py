@@ -215,7 +215,7 @@ def decode_attention(
         total = tl.zeros([BLOCK_M], tl.float32)
 
         begin = start // BLOCK_S * BLOCK_S
-        if HOLD and not FUSED:
+        if HOLD:
             key = begin + tl.arange(0, BLOCK_S)
             old = (key >= start) & (key < tl.minimum(end, computed))
             page = pages_of(table, key, (key >= start) & (key < end), PAGE)
@@ -314,7 +314,6 @@ def decode_rows(
     block_dim, rows_out = max(16, next_power_of_2(dim)), next_power_of_2(decode.queries * group)
     programs = min(decode.items.shape[0] * num_kv, processors(device) * config.programs)
     q_norm, k_norm, cos_sin, eps = (None, None, None, 0.0) if rotary is None else rotary
-    bound = {"maxnreg": config.registers} if config.registers and device.type == "cuda" else {}
     decode_attention[(programs,)](
         q,
         cache,
@@ -349,7 +348,7 @@ def decode_rows(
         BLOCK_S=config.block_keys,
         M_OUT=rows_out,
         AT_ONCE=max(2, COMBINE_FLOATS // (rows_out * block_dim)),
-        HOLD=config.hold,
+        HOLD=config.hold and rotary is None,
         R=0 if cos_sin is None else cos_sin.shape[1],
         HAS_NORM=q_norm is not None,
         HAS_SOFTCAP=softcap is not None,
@@ -358,5 +357,4 @@ def decode_rows(
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         **launch_options(device),
-        **bound,
     )

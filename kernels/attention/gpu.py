@@ -138,7 +138,7 @@ def _decode_build(kind: str, group: int, dim: int, rows: int, queries: int = 1, 
         "BLOCK_S": config.block_keys,
         "M_OUT": rows_out,
         "AT_ONCE": max(2, COMBINE_FLOATS // (rows_out * next_power_of_2(dim))),
-        "HOLD": config.hold,
+        "HOLD": config.hold and not fused,
         "R": dim if fused else 0,
         "HAS_NORM": fused,
     }
