@@ -14,7 +14,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from modelrunner.kernels.attention.device import launch_options, next_power_of_2, processors
 from modelrunner.kernels.attention.heads import partner_of, rotated, turn_factors
-from modelrunner.kernels.attention.tile import LOG2E, LOWEST, add_sink, capped, fold, matmul, pages_of, token_offsets
+from modelrunner.kernels.attention.tile import LOG2E, LOWEST, add_sink, capped, fold, matmul, pages_of, token_offsets, wait_in_loop
 from modelrunner.kernels.attention.work_list import AttentionWork
 
 Rotary = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor, float]  # q_norm, k_norm, cos_sin, eps
@@ -243,7 +243,7 @@ def decode_attention(
             if FUSED:  # noqa: SIM102 - known when compiled
                 if block == begin:
                     if PDL:
-                        gdc_wait()
+                        wait_in_loop()
                     q, acc, largest, total = start_row(
                         q_ptr, cache_ptr, q_norm_ptr, k_norm_ptr, cos_sin_ptr, slots_ptr, first_token, head, split, splits, query_len,
                         scale, softcap, eps, q_token, q_head, page_rows, cos_sin_token,
