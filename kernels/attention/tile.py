@@ -66,7 +66,7 @@ def token_offsets(page, keys, page_rows, PAGE: tl.constexpr, TOKEN: tl.constexpr
 
 @triton.jit
 def wait_in_loop():
-    """`gdc_wait` for use inside a loop. Newer versions of Triton move no load before that, and so keep no pipeline around it; where the loop
-    reads nothing that the predecessor writes, it should.
+    """`gdc_wait` for a loop that reads nothing which the kernel before writes: newer versions of Triton move no load before `gdc_wait`, and
+    so would not pipeline the loop.
     """
     tl.inline_asm_elementwise("griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
