@@ -195,7 +195,8 @@ _STEPS = ("q_token", "q_head", "table_row", "page_rows", "cos_sin_token")
 _PLAIN = {"HAS_SOFTCAP": False, "HAS_WINDOW": False, "HAS_SINKS": False, "PDL": True}
 BUILDS = [
     *[_decode_build("bf16", 2, 128, rows) for rows in (1, 8, 128)],
-    *[_decode_build("bf16", group, 128, 8, fused=True) for group in (2, 4)],
+    *[_decode_build("bf16", 2, 128, rows, fused=True) for rows in (1, 8, 32)],
+    _decode_build("bf16", 4, 128, 8, fused=True),
     *[_decode_build("bf16", 3, 64, rows) for rows in (1, 128)],
     _decode_build("bf16", 3, 64, 1, fused=True),
     _decode_build("bf16", 4, 128, 32, queries=4),

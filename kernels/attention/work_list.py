@@ -291,13 +291,17 @@ def build_work(
 
 @lru_cache(maxsize=256)
 def choose_decode(num_rows: int, head_dim: int, dtype: torch.dtype) -> DecodeConfig:
-    """Few rows: short chunks, so that all multiprocessors read. Many rows: long ones, which leave few partial results."""
+    """Few rows: short chunks, so that all multiprocessors read. Many rows: long ones, which leave few partial results.
+
+    By `tests/gpu/bench_decode.py` on an H200: best is about as many chunks, times key heads, as fill the multiprocessors once or twice.
+    """
     if dtype == torch.float32:
         return DecodeConfig(chunk=128, block_keys=32, num_warps=4, num_stages=2, programs=2)
     if num_rows > 32:
         return DecodeConfig(chunk=1024, block_keys=32, num_warps=2, num_stages=4, programs=4)
     chunk = 64 if num_rows <= 2 else 128 if num_rows <= 4 else 256 if num_rows <= 8 else 384 if num_rows <= 16 else 1024
-    return DecodeConfig(chunk, 32 if head_dim > 128 else 64, num_warps=4, num_stages=3, programs=2, hold=num_rows <= 4, fused=True)
+    stages = 2 if num_rows <= 2 else 3 if num_rows <= 8 else 4
+    return DecodeConfig(chunk, 32 if head_dim > 128 else 64, 4, stages, programs=2, hold=num_rows <= 4, fused=True)
 
 
 @lru_cache(maxsize=256)
