@@ -10,12 +10,14 @@ import mmap
 from abc import abstractmethod
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 
 from modelrunner.kernels.linear import fbgemm
-from modelrunner.linear import Linear, LinearScheme, quantised_rows
+from modelrunner.linear import Linear, LinearScheme, Norm, quantised_rows
+
+GATED = {"silu_mul": False, "gelu_tanh_mul": True}  # what the products' gate does, by the activation's name: whether it is GELU
 
 Staged = TypeVar("Staged")
 
@@ -63,10 +65,6 @@ class PackedScheme(LinearScheme, Generic[Staged]):
             storage.loaded.clear()
         return storage.packed
 
-    def apply(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
-        out = self.multiply(x.reshape(-1, layer.in_features), self.packed(layer))
-        return out.view(*x.shape[:-1], layer.out_features)
-
     @abstractmethod
     def blank(self, layer: Linear) -> Staged:
         """Storage for the layer's weight before it is packed: zeros."""
@@ -80,10 +78,6 @@ class PackedScheme(LinearScheme, Generic[Staged]):
 
     @abstractmethod
     def unpack(self, packed: Any) -> Staged: ...
-
-    @abstractmethod
-    def multiply(self, x: torch.Tensor, packed: Any) -> torch.Tensor:
-        """[T, in_features] -> [T, out_features] in x's dtype."""
 
 
 class PackedHalfScheme(PackedScheme[torch.Tensor]):
@@ -107,9 +101,29 @@ class PackedHalfScheme(PackedScheme[torch.Tensor]):
     def unpack(self, packed: Any) -> torch.Tensor:
         return packed.float() if isinstance(packed, torch.Tensor) else fbgemm.unpack_half(packed)
 
-    def multiply(self, x: torch.Tensor, packed: Any) -> torch.Tensor:
-        out: torch.Tensor = self.ops.matmul(x, packed) if isinstance(packed, torch.Tensor) else fbgemm.half_matmul(x, packed)
-        return out
+    def apply(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
+        packed = self.packed(layer)
+        if isinstance(packed, torch.Tensor):
+            return cast(torch.Tensor, self.ops.matmul(x, packed))
+        return fbgemm.half_matmul(x, packed)
+
+    def apply_normed(self, layer: Linear, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+        packed = self.packed(layer)
+        if isinstance(packed, torch.Tensor):
+            return super().apply_normed(layer, x, norm)
+        return fbgemm.half_norm_matmul(x, norm.weight, norm.eps, packed)
+
+    def apply_added(self, layer: Linear, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        packed = self.packed(layer)
+        if isinstance(packed, torch.Tensor):
+            return super().apply_added(layer, x, residual)
+        return fbgemm.half_matmul_add(x, packed, residual)
+
+    def apply_gated(self, layer: Linear, x: torch.Tensor, norm: Norm, activation: str) -> torch.Tensor:
+        packed = self.packed(layer)
+        if isinstance(packed, torch.Tensor) or activation not in GATED:
+            return super().apply_gated(layer, x, norm, activation)
+        return fbgemm.half_norm_gated_matmul(x, norm.weight, norm.eps, packed, GATED[activation])
 
 
 class PackedInt8Scheme(PackedScheme[tuple[torch.Tensor, torch.Tensor]]):
@@ -131,5 +145,17 @@ class PackedInt8Scheme(PackedScheme[tuple[torch.Tensor, torch.Tensor]]):
     def unpack(self, packed: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return fbgemm.unpack_int8(packed)
 
-    def multiply(self, x: torch.Tensor, packed: Any) -> torch.Tensor:
-        return fbgemm.int8_matmul(x, packed)
+    def apply(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
+        out = fbgemm.int8_matmul(x.reshape(-1, layer.in_features), self.packed(layer))
+        return out.view(*x.shape[:-1], layer.out_features)
+
+    def apply_normed(self, layer: Linear, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+        return fbgemm.int8_norm_matmul(x, norm.weight, norm.eps, self.packed(layer)) if x.dim() == 2 else super().apply_normed(layer, x, norm)
+
+    def apply_added(self, layer: Linear, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        return fbgemm.int8_matmul_add(x, self.packed(layer), residual) if x.dim() == 2 else super().apply_added(layer, x, residual)
+
+    def apply_gated(self, layer: Linear, x: torch.Tensor, norm: Norm, activation: str) -> torch.Tensor:
+        if x.dim() != 2 or activation not in GATED:
+            return super().apply_gated(layer, x, norm, activation)
+        return fbgemm.int8_norm_gated_matmul(x, norm.weight, norm.eps, self.packed(layer), GATED[activation])

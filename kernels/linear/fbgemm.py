@@ -4,22 +4,22 @@ A packed weight is an opaque object of torch; the weight that it was made from i
 Dimension letters: T rows, K inputs, N outputs.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
-HALF_MOST = 65504.0  # largest float16; smaller ones than 2^-24 are lost
-DIGIT = 64  # a digit lies in [-64, 64]; the high one of a row's largest activation is 64
-BASE = 128  # of the digits
-ZERO_POINT = 64  # makes digits unsigned: two products of at most 128 * 127 fit into the kernel's 16 bits
-TINY = 1e-30
+from modelrunner.kernels.activation.cpu import gated
+from modelrunner.kernels.chain import chained
+from modelrunner.kernels.norm.cpu import rms_norm
 
-Packed = Any  # torch's script object
+HALF_MOST = 65504.0  # largest float16; smaller ones than 2^-24 are lost
+# Digits are to the base 128 and lie in [-64, 64]; the high one of a row's largest activation is 64. 64 is added to make them unsigned: two
+# products of at most 128 * 127 fit into the kernel's 16 bits.
+DIGITS = 64 * 128
+
+Packed = torch.classes.quantized.LinearPackedParamsBase
 
 
 def problem() -> str | None:
@@ -59,15 +59,35 @@ def unpack_half(packed: Packed) -> torch.Tensor:
     return weight.float()
 
 
+@chained
 def half_matmul(x: torch.Tensor, packed: Packed) -> torch.Tensor:
     """x @ weight.T, products and sums in float32. x: [T, K] of any float dtype. Returns [T, N] in x's dtype."""
-    out: torch.Tensor = torch.ops.quantized.linear_dynamic_fp16(x.float().contiguous(), packed)
-    return out.to(x.dtype)
+    return torch.ops.quantized.linear_dynamic_fp16(x.float().contiguous(), packed).to(x.dtype)
+
+
+@chained
+def half_norm_matmul(x: torch.Tensor, norm_weight: torch.Tensor, eps: float, packed: Packed) -> torch.Tensor:
+    """`half_matmul` of the norm of x, which is rounded to x's dtype. The rest as in the operation `rms_norm`."""
+    normed = rms_norm(x, norm_weight, eps).float()
+    return torch.ops.quantized.linear_dynamic_fp16(normed, packed).to(x.dtype)
+
+
+@chained
+def half_matmul_add(x: torch.Tensor, packed: Packed, residual: torch.Tensor) -> torch.Tensor:
+    """residual + `half_matmul`, rounded once. residual: [T, N] in x's dtype. A new tensor."""
+    return torch.ops.quantized.linear_dynamic_fp16(x.float().contiguous(), packed).add_(residual).to(x.dtype)
+
+
+@chained
+def half_norm_gated_matmul(x: torch.Tensor, norm_weight: torch.Tensor, eps: float, packed: Packed, gelu: bool) -> torch.Tensor:
+    """act(gate) * up of `half_norm_matmul`, in float32 and rounded once. packed: of [2I, K], gate first. Returns [T, I]."""
+    normed = rms_norm(x, norm_weight, eps).float()
+    return gated(torch.ops.quantized.linear_dynamic_fp16(normed, packed), gelu).to(x.dtype)
 
 
 def pack_int8(qweight: torch.Tensor, scale: torch.Tensor) -> Packed:
     """qweight: [N, K] int8, of at most 127. scale: [N] float32, of each output."""
-    wide = scale.double() / (DIGIT * BASE)  # what the digits of `int8_matmul` are to be multiplied with
+    wide = scale.double() / DIGITS  # what the digits of `int8_matmul` are to be multiplied with
     with _engine():
         quantized = torch._make_per_channel_quantized_tensor(qweight, wide, torch.zeros_like(scale, dtype=torch.int64), 0)
         return torch.ops.quantized.linear_prepack(quantized, None)
@@ -76,21 +96,46 @@ def pack_int8(qweight: torch.Tensor, scale: torch.Tensor) -> Packed:
 def unpack_int8(packed: Packed) -> tuple[torch.Tensor, torch.Tensor]:
     """qweight [N, K] int8 and scale [N] float32, as they were packed."""
     quantized = torch.ops.quantized.linear_unpack(packed)[0]
-    return quantized.int_repr(), (quantized.q_per_channel_scales() * (DIGIT * BASE)).float()
+    return quantized.int_repr(), (quantized.q_per_channel_scales() * DIGITS).float()
 
 
+@chained
+def _digits_matmul(x: torch.Tensor, packed: Packed) -> torch.Tensor:
+    """`int8_matmul` before it is rounded: [T, N] float32."""
+    rows = x.size(0)
+    wide = x.float()
+    largest = torch.norm(wide, float("inf"), [-1], True).add_(1e-30)
+    scaled = torch.div(wide, largest).mul_(64.0)
+    high = scaled.round()
+    low = scaled.sub_(high).mul_(128.0)
+    digits = torch.cat((high, low))  # the low one is rounded on the way in
+    out = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(digits, 1.0, 64, packed)
+    return torch.add(out[rows:], out[:rows], alpha=128.0).mul_(largest)
+
+
+@chained
 def int8_matmul(x: torch.Tensor, packed: Packed) -> torch.Tensor:
     """x @ (scale * qweight).T, by integer products. x: [T, K] of any float dtype. Returns [T, N] in x's dtype.
 
-    A row's activations become two digits of 7 bits, in steps of 1/8192 of its largest one, so an outlier leaves
-    the others their precision. The sums are exact, so a row's result depends on nothing but the row.
+    A row's activations become two digits of 7 bits, in steps of 1/8192 of its largest one, so an outlier leaves the others their
+    precision. The sums are exact, so a row's result depends on nothing but the row.
     """
-    rows = x.shape[0]
-    wide = x.float()
-    largest = torch.linalg.vector_norm(wide, torch.inf, -1, keepdim=True).add_(TINY)
-    scaled = torch.div(wide, largest).mul_(DIGIT)
-    high = scaled.round()
-    low = scaled.sub_(high).mul_(BASE)
-    digits = torch.cat((high, low))  # the low one is rounded on the way in
-    out = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(digits, 1.0, ZERO_POINT, packed)
-    return torch.add(out[rows:], out[:rows], alpha=BASE).mul_(largest).to(x.dtype)
+    return _digits_matmul(x, packed).to(x.dtype)
+
+
+@chained
+def int8_norm_matmul(x: torch.Tensor, norm_weight: torch.Tensor, eps: float, packed: Packed) -> torch.Tensor:
+    """`int8_matmul` of the norm of x."""
+    return _digits_matmul(rms_norm(x, norm_weight, eps), packed).to(x.dtype)
+
+
+@chained
+def int8_matmul_add(x: torch.Tensor, packed: Packed, residual: torch.Tensor) -> torch.Tensor:
+    """residual + `int8_matmul`, rounded once."""
+    return _digits_matmul(x, packed).add_(residual).to(x.dtype)
+
+
+@chained
+def int8_norm_gated_matmul(x: torch.Tensor, norm_weight: torch.Tensor, eps: float, packed: Packed, gelu: bool) -> torch.Tensor:
+    """act(gate) * up of `int8_norm_matmul`, rounded once. packed: of [2I, K], gate first. Returns [T, I]."""
+    return gated(_digits_matmul(rms_norm(x, norm_weight, eps), packed), gelu).to(x.dtype)
