@@ -150,7 +150,9 @@ class PackedInt8Scheme(PackedScheme[tuple[torch.Tensor, torch.Tensor]]):
         return out.view(*x.shape[:-1], layer.out_features)
 
     def apply_normed(self, layer: Linear, x: torch.Tensor, norm: Norm) -> torch.Tensor:
-        return fbgemm.int8_norm_matmul(x, norm.weight, norm.eps, self.packed(layer)) if x.dim() == 2 else super().apply_normed(layer, x, norm)
+        if x.dim() != 2:
+            return super().apply_normed(layer, x, norm)
+        return fbgemm.int8_norm_matmul(x, norm.weight, norm.eps, self.packed(layer))
 
     def apply_added(self, layer: Linear, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         return fbgemm.int8_matmul_add(x, self.packed(layer), residual) if x.dim() == 2 else super().apply_added(layer, x, residual)

@@ -26,7 +26,10 @@ def rotated(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
 
 @chained
 def apply_rope(
-    q: torch.Tensor, k: torch.Tensor, positions: Optional[torch.Tensor], cos_sin: torch.Tensor  # noqa: UP045 (TorchScript's spelling)
+    q: torch.Tensor,
+    k: torch.Tensor,
+    positions: Optional[torch.Tensor],  # noqa: UP045 (TorchScript's spelling)
+    cos_sin: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`reference.apply_rope`."""
     table = cos_sin if positions is None else cos_sin.index_select(0, positions)

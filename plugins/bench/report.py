@@ -19,8 +19,7 @@ def text(result: Result) -> Iterator[str]:
     yield f"{scenario.name}: {scenario.about} ({result.prompt_tokens} + {result.timings[0].output_tokens} tokens)"
     kind = "" if result.forms else f"{setting['dtype']}, linear {setting['linear']}, "
     yield (
-        f"  {setting['model']}, {kind}{setting['threads']} threads, "
-        f"load average {result.load[0]:.1f} before and {result.load[1]:.1f} after"
+        f"  {setting['model']}, {kind}{setting['threads']} threads, load average {result.load[0]:.1f} before and {result.load[1]:.1f} after"
     )
     for timing in result.timings:
         runs = f"{result.statistic} of {len(timing.seconds)} runs, {min(timing.seconds):.2f}-{max(timing.seconds):.2f} s"

@@ -129,4 +129,5 @@ def test_it_is_what_a_cpu_takes_unless_the_group_wants_more() -> None:
         return manager.choose("attention_backend", group=of, device=device, settings=settings).offer.name
 
     assert chosen(group(None)) == chosen(group(4)) == "rows"
-    assert chosen(FullAttention("g", (0,), 2, 2, 8, 1.0, softcap=5.0)) == chosen(FullAttention("g", (0,), 2, 2, 8, 1.0, sinks=True)) == "paged"
+    shape = ("g", (0,), 2, 2, 8, 1.0)
+    assert chosen(FullAttention(*shape, softcap=5.0)) == chosen(FullAttention(*shape, sinks=True)) == "paged"

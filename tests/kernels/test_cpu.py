@@ -85,7 +85,9 @@ def test_packed_products_with_what_stands_around_them(form: str, gelu: bool, dty
     weight = torch.randn(24, 64)
     scale = weight.abs().amax(1) / 127
     packed = fbgemm.pack_half(weight) if form == "half" else fbgemm.pack_int8((weight / scale[:, None]).round().to(torch.int8), scale)
-    product, normed_product, added, gated = (getattr(fbgemm, f"{form}_{n}") for n in ("matmul", "norm_matmul", "matmul_add", "norm_gated_matmul"))
+    product, normed_product, added, gated = (
+        getattr(fbgemm, f"{form}_{n}") for n in ("matmul", "norm_matmul", "matmul_add", "norm_gated_matmul")
+    )
     kept = x.clone(), residual.clone()
     close = {"rtol": 0.05, "atol": 0.15} if dtype == torch.bfloat16 else {"rtol": 0.01, "atol": 0.02}
     normed = rms_norm(x, norm, 1e-5)
