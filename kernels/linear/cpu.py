@@ -12,7 +12,7 @@ from modelrunner.kernels.norm.cpu import rms_norm
 def matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """`reference.matmul`. A few float32 rows take the transposed product, in which the weight is read as it lies: 1.3 to 2 times faster."""
     if x.dtype == torch.bfloat16 and x.numel() == x.size(-1):
-        return torch.mv(weight, x.reshape(-1)).view(x.shape[:-1] + [weight.size(0)])  # noqa: RUF005 (TorchScript unpacks nothing)
+        return torch.mv(weight, x.reshape(-1)).view(list(x.shape[:-1]) + [weight.size(0)])  # noqa: RUF005 (TorchScript unpacks nothing)
     if x.dtype == torch.float32 and x.dim() == 2 and 1 < x.size(0) <= 8:
         return torch.mm(weight, x.t()).t().contiguous()
     return linear(x, weight)

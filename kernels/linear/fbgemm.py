@@ -7,6 +7,7 @@ Dimension letters: T rows, K inputs, N outputs.
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,7 +20,10 @@ HALF_MOST = 65504.0  # largest float16; smaller ones than 2^-24 are lost
 # products of at most 128 * 127 fit into the kernel's 16 bits.
 DIGITS = 64 * 128
 
-Packed = torch.classes.quantized.LinearPackedParamsBase
+if TYPE_CHECKING:
+    Packed = Any
+else:
+    Packed = torch.classes.quantized.LinearPackedParamsBase
 
 
 def problem() -> str | None:
@@ -62,20 +66,23 @@ def unpack_half(packed: Packed) -> torch.Tensor:
 @chained
 def half_matmul(x: torch.Tensor, packed: Packed) -> torch.Tensor:
     """x @ weight.T, products and sums in float32. x: [T, K] of any float dtype. Returns [T, N] in x's dtype."""
-    return torch.ops.quantized.linear_dynamic_fp16(x.float().contiguous(), packed).to(x.dtype)
+    out: torch.Tensor = torch.ops.quantized.linear_dynamic_fp16(x.float().contiguous(), packed)
+    return out.to(x.dtype)
 
 
 @chained
 def half_norm_matmul(x: torch.Tensor, norm_weight: torch.Tensor, eps: float, packed: Packed) -> torch.Tensor:
     """`half_matmul` of the norm of x, which is rounded to x's dtype. The rest as in the operation `rms_norm`."""
     normed = rms_norm(x, norm_weight, eps).float()
-    return torch.ops.quantized.linear_dynamic_fp16(normed, packed).to(x.dtype)
+    out: torch.Tensor = torch.ops.quantized.linear_dynamic_fp16(normed, packed)
+    return out.to(x.dtype)
 
 
 @chained
 def half_matmul_add(x: torch.Tensor, packed: Packed, residual: torch.Tensor) -> torch.Tensor:
     """residual + `half_matmul`, rounded once. residual: [T, N] in x's dtype. A new tensor."""
-    return torch.ops.quantized.linear_dynamic_fp16(x.float().contiguous(), packed).add_(residual).to(x.dtype)
+    out: torch.Tensor = torch.ops.quantized.linear_dynamic_fp16(x.float().contiguous(), packed)
+    return out.add_(residual).to(x.dtype)
 
 
 @chained
