@@ -17,7 +17,7 @@ from modelrunner.caches import allocate_caches
 from modelrunner.checkpoint import CheckpointReader, ModelCard
 from modelrunner.device import Device
 from modelrunner.errors import CapacityError, ModelRunnerError, PluginError
-from modelrunner.graphs import capture_problem, decode_buckets
+from modelrunner.graphs import capture_problem, decode_buckets, token_buckets
 from modelrunner.linear import LinearFactory
 from modelrunner.model_state import BuildContext, ModelState, Needs, No, Yes, required_features
 from modelrunner.observers import Observer
@@ -131,14 +131,16 @@ def assemble(arguments: Mapping[str, Any], plugins: Sequence[object] = ()) -> As
         backends[group.name] = backend(group, cache, ops, dtype)
     parts = Parts(device, ops, state, needs, dtype, sampler, table, layouts, caches, backends, taps)
     no_graphs = capture_problem(settings.graphs.eager, device, state, needs, backends)
+    most = min(settings.graphs.max_tokens, settings.scheduler.max_batched_tokens)
     bucket_rows = settings.graphs.bucket_rows or (() if no_graphs else decode_buckets(settings.scheduler.max_rows))
+    bucket_tokens = settings.graphs.bucket_tokens or (() if no_graphs else token_buckets(most))
     runner = Runner(
         parts,
         max_rows=settings.scheduler.max_rows,
         max_tokens=settings.scheduler.max_batched_tokens,
         max_model_len=max_model_len,
         depth=settings.scheduler.pipeline_depth,
-        buckets=Buckets(bucket_rows, settings.graphs.bucket_tokens),
+        buckets=Buckets(bucket_rows, bucket_tokens, settings.scheduler.max_rows),
         no_graphs=no_graphs,
     )
     with blaming(f"the first step of model_state {choose.chosen['model_state']}"):

@@ -111,7 +111,7 @@ class Runner:
         self.launched = 0
         self.warming_up = False
         self.max_model_len = max_model_len
-        self.graphs = StepGraphs(self.device, buckets.rows, self._closure, no_graphs)
+        self.graphs = StepGraphs(self.device, buckets, self._closure, no_graphs)
         self.caches = ByGroup(parts.caches)
         self.layer_index = {g.group.name: {layer: i for i, layer in enumerate(g.group.layers)} for g in parts.layouts}
 
@@ -145,11 +145,11 @@ class Runner:
         )
 
     def capture(self) -> GraphReport:
-        """Capture the steps that decode, after `warm_up`. The counter is put back: entries written meanwhile are nobody's."""
+        """Capture what may come often, after `warm_up`. The counter is put back: entries written meanwhile are nobody's."""
         plan, staged = self._blank_plan(), self.plans[0]
 
         def stage(key: Key) -> None:
-            words = self.packer.pack(plan, Shape(key.num_rows, key.num_rows, key.num_rows, 1), self.scratch_row, _int32(staged))
+            words = self.packer.pack(plan, self._shape(key), self.scratch_row, _int32(staged))
             self.device.launch(lambda: self._upload(plan, staged, words))
             self.device.synchronize()  # the buffer is written again for the next shape
 
@@ -167,9 +167,9 @@ class Runner:
         assert self.events[entry] is None, "more steps in flight than the pipeline is deep"
         shape = self.buckets.shape(plan)
         words = self.packer.pack(plan, shape, self.scratch_row, _int32(self.plans[entry]))
-        key, taps = self.graphs.key(plan, shape.num_rows), None
-        if key is not None:
-            compute: Callable[[], None] = partial(self.graphs.run, key)
+        keys, taps = self.graphs.keys(plan, shape), None
+        if keys:
+            compute: Callable[[], None] = partial(self._replay, keys)
         else:
             taps = self.parts.taps.active(plan.features)
             compute = self._computation(plan, shape, taps)
@@ -187,22 +187,48 @@ class Runner:
             raise EngineError(f"step {plan.step} runs, but its results cannot be fetched: {error}") from error
         return Ticket(plan, entry)
 
+    def _replay(self, keys: Sequence[Key]) -> None:
+        for key in keys:
+            self.graphs.run(key)
+
+    def _shape(self, key: Key) -> Shape:
+        """The shape of every step that runs as `key`. Which rows of a body decode is for the device to see."""
+        if key.part == "body":
+            rows = self.buckets.body_rows(key.size)
+            return Shape(rows, key.size, 0, key.size, rows)
+        return Shape(key.size, key.size, key.size, 1, key.size)
+
     def _closure(self, key: Key) -> Callable[[], None]:
-        """A step of decode rows with the bounds of any such step, for a graph."""
-        n, length = key.num_rows, self.max_model_len
-        rows = np.full(n, self.scratch_row, np.int32)
+        """A step of decode rows, or part of a step with prompts, with the bounds of any such step, for a graph."""
+        shape, length = self._shape(key), self.max_model_len
+        rows = np.full(shape.num_rows, self.scratch_row, np.int32)
         pages = tuple(layout.pages_for(length) for layout in self.parts.layouts)
-        plan = Plan(-1, rows, rows, rows, EMPTY_PATCH, n, n, 1, length, pages, key.features)
-        return self._computation(plan, Shape(n, n, n, 1), None)
+        plan = Plan(-1, rows, rows, rows, EMPTY_PATCH, shape.num_decode, shape.num_tokens, shape.max_query, length, pages, key.features)
+        if key.part == "step":
+            return self._computation(plan, shape, None)
+        sampled, columns = self.buffers.sampled[: shape.tail_rows], self.parts.table.columns
+        if key.part == "tail":
+            return partial(self._tail, self.buffers.tail(plan, shape, columns), sampled)
+        batch = self.buffers.batch(plan, shape, columns)
+        return partial(self._captured_body, batch, self._attention(batch), sampled)
+
+    def _captured_body(self, batch: Batch, attention: Mapping[str, BoundAttention], sampled: torch.Tensor) -> None:
+        self._inputs(batch)
+        torch.index_select(self._body(batch, attention, no_tap), 0, batch.sample_index, out=sampled)
 
     def _computation(self, plan: Plan, shape: Shape, taps: ActiveTaps | None) -> Callable[[], None]:
         """Everything that a step does after its inputs are uploaded. Views and metadata are made here, on the host."""
-        batch = self.buffers.batch(plan, shape, self.parts.table.columns)
-        attention = ByGroup(
+        columns = self.parts.table.columns
+        batch = self.buffers.batch(plan, shape, columns)
+        tail = batch if shape.num_decode == shape.num_rows else self.buffers.tail(plan, shape, columns)
+        attention = self._attention(batch)
+        return lambda: self._compute(batch, tail, attention, taps)
+
+    def _attention(self, batch: Batch) -> Mapping[str, BoundAttention]:
+        return ByGroup(
             (name, BoundAttention(backend, self.layer_index[name], self._metadata(backend, batch)))
             for name, backend in self.parts.backends.items()
         )
-        return lambda: self._compute(batch, attention, taps)
 
     def _metadata(self, backend: AttentionBackend, batch: Batch) -> AttentionMeta:
         return self.state.attention_metadata(backend.group, batch, attention_meta(backend.group, batch))
@@ -246,12 +272,14 @@ class Runner:
         if not plan.patch.empty:
             self.ops.apply_patch(self.parts.table.arena, *buffers.patch(plan.patch.dst.size, plan.patch.words.size))
 
-    def _compute(self, batch: Batch, attention: Mapping[str, BoundAttention], taps: ActiveTaps | None) -> None:
+    def _compute(self, batch: Batch, tail: Batch, attention: Mapping[str, BoundAttention], taps: ActiveTaps | None) -> None:
         self._inputs(batch)
         hidden = self._body(batch, attention, no_tap if taps is None else taps.bind(batch))
         if taps is not None and taps.reports:
             self.extras.write(taps, batch, self.counter)
-        self._tail(batch, hidden)
+        if tail is not batch:  # otherwise a row's only token is the one that it samples from
+            hidden = hidden.index_select(0, batch.sample_index[: tail.num_rows])
+        self._tail(tail, hidden)
 
     def _inputs(self, batch: Batch) -> None:
         """Gather what the step reads from the request table."""
@@ -287,7 +315,7 @@ class Runner:
         )
 
     def _body(self, batch: Batch, attention: Mapping[str, BoundAttention], tap: Tap) -> torch.Tensor:
-        """Embeddings and layers; returns the hidden states at the sampling positions, [N, H]."""
+        """Embeddings and layers; returns the hidden states, [T, H]."""
         state = self.state
         state.before_forward(batch)
         hidden = self.buffers.hidden[: batch.num_tokens]
@@ -298,9 +326,7 @@ class Runner:
         hidden = state.forward(hidden, positions, attention, self.caches, tap)
         if self.warming_up:
             self._require("forward", hidden, batch.num_tokens, self.parts.needs.hidden_size)
-        if batch.num_tokens == batch.num_rows == batch.num_decode:
-            return hidden  # a row's only token is the one that it samples from
-        return hidden.index_select(0, batch.sample_index)
+        return hidden
 
     def _tail(self, batch: Batch, hidden: torch.Tensor) -> None:
         """Head, sampling, state update and record."""

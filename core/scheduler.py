@@ -22,6 +22,7 @@ from modelrunner.batch import Drain, Feature, Finish, Outcome, Plan, Record
 from modelrunner.page_pool import GroupLayout, Int32Array, PagePool
 from modelrunner.request import Request, Status
 from modelrunner.rows import Growth, HostRows
+from modelrunner.token_budget import TokenBudget
 from modelrunner.waiting import Deadlines, Entry
 
 BoolArray = npt.NDArray[np.bool_]
@@ -94,7 +95,7 @@ class Scheduler:
 
     row_values: plain and seated column values of a request, by column name (a seated column's value is its elements).
     on_admit(row, request, resumed) gives further values, on_remove tells that the request left the row. seats: capacity of each seated
-    column. depth: steps in flight at most.
+    column. max_batched_tokens, max_mixed_tokens: see `TokenBudget`; the latter only with chunked prefill. depth: steps in flight at most.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class Scheduler:
         max_rows: int,
         max_batched_tokens: int,
         max_model_len: int,
+        max_mixed_tokens: int | None = None,
         policy: Literal["fcfs", "priority"] = "fcfs",
         chunked_prefill: bool = True,
         prefix_caching: bool = True,
@@ -127,7 +129,7 @@ class Scheduler:
             chunked=chunked_prefill, caching=prefix_caching, cache_seed=cache_seed,
         )  # fmt: skip
         self._builder = builder
-        self._max_batched_tokens = max_batched_tokens
+        self._budget = TokenBudget(max_batched_tokens, max_mixed_tokens if chunked_prefill else None)
         self._clock = clock
         self._deadlines = Deadlines()
         self._running: Int32Array = np.empty(0, np.int32)  # rows of running requests, in order of admission
@@ -235,7 +237,8 @@ class Scheduler:
             if self._in_flight:
                 return Drain(f"{missing} cache pages are needed and {self.pool.available} available")
             self._preempt(self._victim())
-        draft = _Draft(self._builder(), self._max_batched_tokens - int(counts.sum()), [(rows, counts)], num_decode)
+        tokens = self._budget.tokens(num_decode, rows.size - num_decode + self.num_waiting)
+        draft = _Draft(self._builder(), tokens - int(counts.sum()), [(rows, counts)], num_decode)
         if missing:
             self._grow(draft, rows, deficits)
         sampled = [self._advance(rows, counts)]
@@ -247,7 +250,7 @@ class Scheduler:
         if (steady := self._steady) is not None and steady.steps > 0:
             return steady.rows, steady.counts, steady.rows.size
         table = self.rows
-        rows, counts, num_decode = table.select(self._running, self._max_batched_tokens)
+        rows, counts, num_decode = table.select(self._running, self._budget, self.num_waiting)
         self._steady = None
         if num_decode and num_decode == self._running.size:
             steps = int((table.limit[rows] - table.known_upper[rows]).min())

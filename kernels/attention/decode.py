@@ -207,7 +207,6 @@ def decode_rows(
 ) -> None:
     """Attention of the tokens of the decode rows, into the first tokens of out. q: [T, H, D]. out: [T, H, D], contiguous."""
     decode = work.decode
-    assert decode is not None
     config, device = decode.config, q.device
     num_kv, dim, group = work.num_kv_heads, q.shape[2], q.shape[1] // work.num_kv_heads
     block_dim, rows_out = max(16, next_power_of_2(dim)), next_power_of_2(decode.queries * group)

@@ -37,8 +37,7 @@ def indexed_attention(
     if q.stride(2) != 1:
         q = q.contiguous()
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    if index.decode is not None:
-        decode_rows(q, cache, out, index, scale, softcap, sinks)
+    decode_rows(q, cache, out, index, scale, softcap, sinks)
     if index.prefill is not None:
         prefill_rows(q, cache, out, index, scale, softcap, sinks)
     return out
@@ -147,9 +146,9 @@ def _qkv_build(kind: str, heads: int, kv_heads: int, dim: int, block: int, norm:
 
 def _list_builds() -> list[Build]:
     pointers = ("items_ptr", "tiles_ptr", "count_ptr", "arrivals_ptr", "query_start_ptr", "query_len_ptr", "seq_len_ptr", "sorted_ptr")
-    numbers = ("num_rows", "capacity", "window", "num_decode", "num_tokens")
+    numbers = ("num_rows", "capacity", "window", "num_tokens")
     types = dict.fromkeys(pointers, "*i32") | dict.fromkeys(numbers, "i32")
-    rows = {"HAS_WINDOW": False, "BLOCK_ROWS": 256}
+    rows = {"HAS_WINDOW": False, "BLOCK_ROWS": 256, "QUERIES": 1}
     return [
         Build(decode_items, types, rows | {"CHUNK": 512, "NUM_KV": 8, "BLOCK_CHUNKS": 4, "NUM_BINS": 8}),
         Build(prefill_tiles, types, rows | {"TILE": 64, "BLOCK_TILES": 4}),
