@@ -92,6 +92,16 @@ class StepGraphs:
         self._closures: dict[Key, Callable[[], None]] = {}
         self._replays: dict[Key, Callable[[], None]] = {}
 
+    @property
+    def most_tokens(self) -> int:
+        """Query tokens of the largest step that may be captured; 0 if nothing is."""
+        return max([*self._rows, *self._tokens], default=0)
+
+    @property
+    def count(self) -> int:
+        """Graphs that start-up captures."""
+        return len(self._tokens) + len(self._rows) * len(KINDS)
+
     def keys(self, plan: Plan, shape: Shape) -> tuple[Key, ...]:
         """The graphs that run `plan`, padded to `shape`, one after the other; none for a step that is not captured."""
         if plan.num_draft or int(plan.features) & ~CAPTURED:

@@ -126,6 +126,35 @@ class Runner:
                 raise PluginError(f"the step's record names row {records[0, Record.ROW]}, not {self.scratch_row} (operation write_record)")
         self.warming_up = False
 
+    def run_large(self, num_tokens: int) -> None:
+        """Run a step of as many rows as there can be, dead ones, with so many tokens and the tail that needs most memory, to its end.
+
+        Without a graph, as `warm_up` does: nothing may keep memory of the cache that `use_caches` replaces.
+        """
+        blank, rows = self._blank_plan(), min(self.scratch_row, num_tokens)
+        num_query = np.ones(rows, np.int32)
+        num_query[0] += num_tokens - rows
+        plan = replace(
+            blank,
+            rows=np.full(rows, self.scratch_row, np.int32),
+            generations=np.full(rows, -1, np.int32),
+            num_query=num_query,
+            num_decode=0,
+            num_tokens=num_tokens,
+            max_query=int(num_query[0]),
+            max_seq_len=self.max_model_len,
+            table_pages=tuple(layout.pages_for(self.max_model_len) for layout in self.parts.layouts),
+            features=Feature.PLAIN | Feature.FILTERED | self.parts.taps.all_features,
+        )
+        self.warming_up = True
+        self.collect(self.launch(plan))
+        self.warming_up = False
+
+    def use_caches(self, caches: Mapping[str, torch.Tensor], backends: Mapping[str, AttentionBackend]) -> None:
+        """Take other cache memory, by group. Only with nothing in flight and nothing captured."""
+        self.parts = replace(self.parts, caches=caches, backends=backends)
+        self.caches = ByGroup(caches)
+
     def _blank_plan(self) -> Plan:
         """A step of a dead row, the scratch row, whose columns have their defaults; it goes through all operations and changes nothing."""
         one = np.ones(1, np.int32)
@@ -167,7 +196,7 @@ class Runner:
         assert self.events[entry] is None, "more steps in flight than the pipeline is deep"
         shape = self.buckets.shape(plan)
         words = self.packer.pack(plan, shape, self.scratch_row, _int32(self.plans[entry]))
-        keys, taps = self.graphs.keys(plan, shape), None
+        keys, taps = () if self.warming_up else self.graphs.keys(plan, shape), None
         if keys:
             compute: Callable[[], None] = partial(self._replay, keys)
         else:

@@ -152,6 +152,7 @@ def _list_builds() -> list[Build]:
     return [
         Build(decode_items, types, rows | {"CHUNK": 512, "NUM_KV": 8, "BLOCK_CHUNKS": 4, "NUM_BINS": 8}),
         Build(prefill_tiles, types, rows | {"TILE": 64, "BLOCK_TILES": 4}),
+        Build(prefill_tiles, types, rows | {"TILE": 64, "BLOCK_ROWS": 2048, "BLOCK_TILES": 1}, num_warps=16),
         Build(sort_tiles, types, {"BLOCK": 32, "BLOCK_OTHERS": 64}),
     ]
 
