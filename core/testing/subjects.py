@@ -36,7 +36,7 @@ def options(
 ) -> dict[str, Any]:
     """Settings in short words. depth: steps in flight. rows: requests that run at once. pages: in the pool. page_size: tokens a page.
     tokens: most query tokens a step. device: `cpu`, or `deferred_cpu` with the seed of its random moments, its chance to run early, and
-    whether decode steps run as graphs."""
+    whether steps run as graphs."""
     values: dict[str, Any] = {
         "scheduler": {
             "pipeline_depth": depth,
