@@ -139,14 +139,18 @@ class Admission:
 
     # ---- into a row ------------------------------------------------------------------------------------------------
 
+    def candidate(self, budget: int) -> Entry | None:
+        """The head of the queue, if a row and seats are there for it and its pages are not known to be missing. Every step asks this."""
+        if not self._free_rows or budget <= 0 or (entry := self.queue.head()) is None:
+            return None
+        return entry if self.seats.available(entry.seated) and not self._is_blocked(entry) else None
+
     def admit_next(self, budget: int, builder: PatchSink) -> tuple[Entry, int] | None:
         """Give the head of the queue a row, pages for its first chunk, and a place in the patch: (entry, query tokens of the chunk).
 
         budget: tokens left in the step. None when the queue is empty or its head must wait.
         """
-        while budget > 0 and self._free_rows and (entry := self.queue.head()) is not None:
-            if not self.seats.available(entry.seated) or self._is_blocked(entry):
-                return None
+        while (entry := self.candidate(budget)) is not None:
             tokens = entry.tokens()
             hit = self._hit(entry, tokens)
             whole = 1 if self._chunked else max(len(entry.request.prompt_token_ids) - hit.length, 1)
@@ -155,7 +159,7 @@ class Admission:
             values = self._values(entry, tokens, hit)
             if values is None:
                 continue
-            if builder.num_words and not builder.fits(builder.row_words(values)):
+            if builder.num_words and not builder.fits(builder.row_words(values | entry.seated)):
                 self._on_remove(self._free_rows[-1], entry.request)
                 return None
             chunk = min(budget, tokens.size - hit.length)
@@ -300,6 +304,8 @@ class Admission:
 
     def reclaim_rows(self, oldest: int) -> None:
         """Make rows free that no step from `oldest` on names."""
+        if not self._leaving:
+            return
         staying = []
         for row, seats in self._leaving:
             if self._rows.last_ticket[row] < oldest:

@@ -27,7 +27,8 @@ from modelrunner.plugin_choice import pin_of
 from modelrunner.plugin_contract import flatten
 from modelrunner.plugin_manager import PluginManager
 from modelrunner.request_table import RUN_OVERHEAD, Column, RequestTable
-from modelrunner.runner import Parts, Runner
+from modelrunner.runner import Runner
+from modelrunner.runner_parts import Parts
 from modelrunner.sampler import Sampler, default_stages
 from modelrunner.settings import Resolved, RunnerSettings, load_settings, merge_sections
 from modelrunner.step_buffers import Buckets
@@ -117,7 +118,7 @@ def assemble(arguments: Mapping[str, Any], plugins: Sequence[object] = ()) -> As
     attending = {layout.group.name: attention_backend(choose, layout, device) for layout in layouts}
     maker = CacheMaker(device, ops, settings, layouts, page_bytes, dtype, cache_dtype, attending, max_model_len)
     cache, memory = maker.make_first(), ""
-    columns = [*core_columns(layouts, max_model_len), *sampler.columns(settings), *needs.columns]
+    columns = [*core_columns(layouts, max_model_len), *sampler.columns(settings, needs.vocab_size), *needs.columns]
     with blaming(f"the request table with the columns of model_state {choose.chosen['model_state']}"):
         table = RequestTable(columns, settings.scheduler.max_rows, device.torch_device, patch_capacity(settings, layouts, columns))
     parts = Parts(device, ops, state, needs, dtype, sampler, table, layouts, cache.views, cache.backends, taps)
@@ -283,5 +284,7 @@ def core_columns(layouts: Sequence[GroupLayout], max_model_len: int) -> list[Col
 def patch_capacity(settings: RunnerSettings, layouts: Sequence[GroupLayout], columns: Sequence[Column]) -> int:
     """Words that a step's edits may take: a new page for each row and each token, and a few admissions that fill every column."""
     growth = (1 + RUN_OVERHEAD) * len(layouts) * (settings.scheduler.max_rows + settings.scheduler.max_batched_tokens)
-    row = sum((2 if column.seats is None else 4) * column.width + 16 for column in columns)  # at least `PatchBuilder.row_words`
+    row = sum(
+        (2 if column.seats is None else 4) * (1 if column.on_device else column.width) + 16 for column in columns
+    )  # at least `PatchBuilder.row_words`
     return growth + 4 * row

@@ -35,6 +35,14 @@ class Feature(IntFlag):
     GREEDY = 0
     PLAIN = 1  # sampled with noise
     FILTERED = 2  # top-k, top-p or min-p cut the vocabulary first; goes with PLAIN
+    ALLOWED = 4  # only listed ids
+    BIASED = 8  # numbers added to listed ids
+    KEPT_GOING = 16  # no stop id before min_tokens
+    BANNED = 32  # bad words
+    PENALISED = 64  # repetition, presence or frequency
+
+
+EDITED = Feature.ALLOWED | Feature.BIASED | Feature.KEPT_GOING | Feature.BANNED | Feature.PENALISED  # logits change before the draw
 
 
 class Record(IntEnum):
@@ -132,7 +140,8 @@ class Batch:
     """The device's view of one step: slices of buffers whose addresses never change. N rows and T tokens, padding included.
 
     Host integers: num_rows N, num_tokens T, num_decode (the first rows, with 1 + num_draft query tokens each; 0 in a captured step with
-    prompts, which serves any number of them), max_query, max_seq_len (upper bounds). A padded, held or finished row has query_len 0, seq_len 0 and slots of -1, and writes nothing.
+    prompts, which serves any number of them), max_query, max_seq_len (upper bounds). A padded, held or finished row has query_len 0,
+    seq_len 0 and slots of -1, and writes nothing.
 
     rows [N] int32: request-table row (padding: the scratch row).  query_start [N+1] int32: first token of each row in [0, T].
     query_len [N] int32: its live query tokens.  computed [N] int32: tokens in the cache before the step.

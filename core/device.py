@@ -7,7 +7,7 @@ them later, in stream order, at seeded random moments, which makes races show wi
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -61,6 +61,11 @@ class Device(ABC):
         """Record `work`, which has run before, without running it. Called inside `launch`, as is the result, which runs it again on the
         contents that the same memory has by then. Whatever `work` allocates comes from a pool that all graphs share."""
         raise NotImplementedError(f"device {self.name!r} captures no graphs")
+
+    def build(self, work: Sequence[Callable[[], None]]) -> None:
+        """Get ready what all of `work` will launch, running as little of it as possible, so that its first run need not wait. Start-up
+        only: what `work` reads and writes here means nothing. An error is left for that first run."""
+        return None
 
     def forget_graphs(self) -> None:
         """All results of `capture` are gone; later ones share a new pool."""

@@ -31,8 +31,9 @@ from modelrunner.outputs import OutputProcessor
 from modelrunner.page_pool import PagePool
 from modelrunner.request import Prompt, Request, RequestOutput, SamplingParams, make_request, merged_eos
 from modelrunner.sampling_params import shown
-from modelrunner.scheduler import Committed, Scheduler
+from modelrunner.scheduler import Scheduler
 from modelrunner.settings import RunnerSettings
+from modelrunner.step_books import Committed
 from modelrunner.text import Tokenizer
 from modelrunner.watch import Watch
 from modelrunner.weights import load_tensors
@@ -242,7 +243,8 @@ class Engine:
                     f"step {ticket.plan.step} failed on device {self.assembly.device.name!r}: {type(error).__name__}: {error}"
                 ) from error
             arrived = time.monotonic()
-            self.assembly.taps.keep(outcome, self.scheduler.rows, self.scheduler.request_at)
+            if outcome.extra is not None:
+                self.assembly.taps.keep(outcome, self.scheduler.rows, self.scheduler.request_at)
             committed = self.scheduler.commit(outcome)
             outputs += self._process(committed)
             self.watch.committed(ticket.plan, waiting, arrived, committed)

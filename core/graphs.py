@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from modelrunner.attention import AttentionBackend
-from modelrunner.batch import Feature, Plan
+from modelrunner.batch import EDITED, Feature, Plan
 from modelrunner.device import Device
 from modelrunner.model_state import ModelState, Needs, No
 from modelrunner.step_buffers import Buckets, Shape
 
 KINDS = (Feature.GREEDY, Feature.PLAIN)  # tails of decode steps captured at start-up; others on their second use
-CAPTURED = int(Feature.PLAIN | Feature.FILTERED)  # features of tails that can be captured: not those of taps
+CAPTURED = int(Feature.PLAIN | Feature.FILTERED | EDITED)  # features of tails that can be captured: not those of taps
 
 
 class Key(NamedTuple):
@@ -106,11 +106,12 @@ class StepGraphs:
         """The graphs that run `plan`, padded to `shape`, one after the other; none for a step that is not captured."""
         if plan.num_draft or int(plan.features) & ~CAPTURED:
             return ()
+        features = plan.features | EDITED if plan.features & EDITED else plan.features  # one graph edits all that a row may ask for
         if plan.num_decode == plan.num_rows:
-            return (Key("step", shape.num_rows, plan.features),) if shape.num_rows in self._rows else ()
+            return (Key("step", shape.num_rows, features),) if shape.num_rows in self._rows else ()
         if shape.num_tokens not in self._tokens:
             return ()
-        return Key("body", shape.num_tokens), Key("tail", shape.tail_rows, plan.features)
+        return Key("body", shape.num_tokens), Key("tail", shape.tail_rows, features)
 
     def run(self, key: Key) -> None:
         """D. Run the step of `key` on the inputs that are staged."""

@@ -118,7 +118,8 @@ class OutputProcessor:
         text = None
         if self._tokenizer is not None and params.detokenize:
             prompt = request.prompt_token_ids
-            text = OutputText(self._tokenizer, prompt, params.stop, params.include_stop_str_in_output, params.skip_special_tokens)
+            stops = (params.stop, params.include_stop_str_in_output)
+            text = OutputText(self._tokenizer, prompt, *stops, params.skip_special_tokens, params.min_tokens)
         self._watched[request] = StreamState(request, text)
 
     def process(self, committed: CommittedTokens) -> tuple[list[RequestOutput], list[tuple[Request, int, str, str]]]:

@@ -93,7 +93,7 @@ class Request:
     token_ids: prompt, then committed output (output is appended when the row is released; while running it lives in the token log).
     limit: tokens (prompt + output) at which it ends. seed: 64-bit, always set. features: bits of batch.Feature. tap_values: column values
     that taps gave. cache_world: what its cached pages depend on beside tokens, weights and salt. results: a byte record [bytes] uint8 of
-    taps per output token.
+    taps per output token. bad_word_ids: every tokenisation of `params.bad_words`.
     """
 
     id: str
@@ -121,6 +121,7 @@ class Request:
     tap_values: dict[str, Any] = field(default_factory=dict)
     cache_world: bytes | None = None
     results: list[npt.NDArray[np.uint8]] = field(default_factory=list)
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -193,6 +194,8 @@ def make_request(
         cache_salt=_checked_salt(cache_salt if salt is None else salt),
     )
     _check_stops(request, tokenizer, vocab_size)
+    _check_edits(request, vocab_size)
+    request.bad_word_ids = word_ids(params.bad_words, tokenizer, vocab_size)
     return request
 
 
@@ -265,6 +268,35 @@ def _check_stops(request: Request, tokenizer: Tokenizer | None, vocab_size: int)
     for item in params.stop_token_ids:
         if item >= vocab_size:
             raise RequestError(f"stop_token_ids: got {shown(item)}; accepted: 0 to {vocab_size - 1}")
+
+
+def _check_edits(request: Request, vocab_size: int) -> None:
+    """Ids of parameters that change logits are in the vocabulary."""
+    for name in ("logit_bias", "allowed_token_ids"):
+        for item in getattr(request.params, name) or ():
+            if item >= vocab_size:
+                raise RequestError(f"{name}: got {shown(item)}; accepted: 0 to {vocab_size - 1}")
+
+
+def word_ids(words: Sequence[str | tuple[int, ...]], tokenizer: Tokenizer | None, vocab_size: int) -> tuple[tuple[int, ...], ...]:
+    """The tokenisations of bad words: of a text as it is and with a leading space, since that changes its tokens.
+
+    Raises RequestError for text without a tokenizer, and for an id beyond the vocabulary.
+    """
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        if isinstance(word, tuple):
+            if max(word) >= vocab_size:
+                raise RequestError(f"bad_words: got {shown(max(word))}; accepted: 0 to {vocab_size - 1}")
+            found[word] = None
+            continue
+        if tokenizer is None:
+            raise RequestError("bad_words: got text, and there is no tokenizer (skip_tokenizer_init=True); accepted: lists of token ids")
+        bare = word.lstrip(" ")
+        for form in (bare, f" {bare}"):
+            if ids := tuple(tokenizer.encode(form, add_special_tokens=False)):
+                found[ids] = None
+    return tuple(found)
 
 
 def _checked_salt(salt: object) -> str | None:

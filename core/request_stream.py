@@ -13,7 +13,7 @@ import numpy.typing as npt
 from modelrunner.messages import Add, Ended, Facts
 from modelrunner.outputs import OutputProcessor
 from modelrunner.request import OutputKind, Request, RequestOutput, SamplingParams
-from modelrunner.scheduler import Committed
+from modelrunner.step_books import Committed
 from modelrunner.text import Tokenizer
 
 Item = RequestOutput | Exception
@@ -53,6 +53,7 @@ class RequestStream:
             "stop": (),
             "stop_token_ids": request.stop_ids,
             "ignore_eos": True,
+            "bad_words": request.bad_word_ids,
             "detokenize": False,
             "output_kind": (OutputKind.DELTA if watched else OutputKind.FINAL_ONLY).value,
         }

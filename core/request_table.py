@@ -29,6 +29,7 @@ class Column:
     seats: None for a plain column. A number for a seated one: that many lines exist (a capacity), a row holds the id of its seat
     or -1, and a request that needs a seat is admitted only when one is free. The ids are found as `name`, the lines as `name.seats`,
     [seats + 1, width]: the last line always holds defaults, so that -1 indexes it.
+    on_device: the lines of a seated column are the device's to fill; the host gives a seat only, and never writes its line.
     """
 
     name: str
@@ -36,12 +37,15 @@ class Column:
     width: int = 1
     default: int | float = 0
     seats: int | None = None
+    on_device: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in NUMPY_DTYPES:
             raise ValueError(f"column {self.name!r}: dtype {self.dtype} is not one of {sorted(map(str, NUMPY_DTYPES))}")
         if self.width < 1 or (self.seats is not None and self.seats < 0):
             raise ValueError(f"column {self.name!r}: width {self.width} must be at least 1 and seats {self.seats} not negative")
+        if self.on_device and self.seats is None:
+            raise ValueError(f"column {self.name!r}: only a seated column has lines that the device fills (on_device)")
 
     @property
     def words(self) -> int:
@@ -128,11 +132,15 @@ class PatchBuilder:
         return self.num_words + num_words <= self.table.max_patch_words
 
     def row_words(self, values: Mapping[str, Any]) -> int:
-        """Upper bound of the words that `row(row, values)` adds."""
-        given = sum(2 * np.size(v[1] if isinstance(v, tuple) else v) + RUN_OVERHEAD for v in values.values())
-        return (
-            int(given) + (RUN_OVERHEAD + 2) * len(self.table.regions) + sum(r.stride for r in self.table.regions.values() if r.column.seats)
-        )
+        """Upper bound of the words that `row(row, values)` adds. values: of seated columns too, with or without their seats."""
+        words = (RUN_OVERHEAD + 2) * len(self.table.regions)
+        for name, value in values.items():
+            line = self.table.regions.get(f"{name}.seats")
+            if line is None:
+                words += 2 * int(np.size(value)) + RUN_OVERHEAD
+            elif not line.column.on_device:
+                words += line.stride + RUN_OVERHEAD
+        return words
 
     def row(self, row: int, values: Mapping[str, Any]) -> None:
         """(Re)set every column of `row`: `values` by column name, unnamed ones to their default.
@@ -164,6 +172,8 @@ class PatchBuilder:
         region = self.table.regions[f"{name}.seats"]
         if not 0 <= seat < region.lines - 1:
             raise ValueError(f"column {name!r} has seats 0 to {region.lines - 2}; got {seat}")
+        if region.column.on_device:
+            return
         line = np.full(region.column.width, region.column.default, NUMPY_DTYPES[region.column.dtype])
         given = np.atleast_1d(np.asarray(elements))
         line[: given.size] = given

@@ -1,78 +1,32 @@
 """The runner: launch a planned step, collect its results. It holds what every model shares and nothing else.
 
-`launch` packs the plan into a pinned buffer, hands the device one closure and one copy on the side stream, and returns. The closure is the
-step: patch, gather, embed, layers, hidden states at the sampling positions (the body); head, sampling, state update, record (the tail).
+`launch` packs what is new in the plan into a pinned buffer, hands the device one closure and one copy on the side stream, and returns. The
+closure is the step: patch, gather, embed, layers, hidden states at the sampling positions (the body); head, sampling, state update, record
+(the tail).
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from tqdm import tqdm  # type: ignore[import-untyped,unused-ignore]
 
 from modelrunner.attention import AttentionBackend, AttentionMeta, BoundAttention, ByGroup, attention_meta
-from modelrunner.batch import EMPTY_PATCH, Batch, Feature, Outcome, Plan, Record, Ticket, record_words
-from modelrunner.device import Device, Event, PinnedBuffer
+from modelrunner.batch import EDITED, EMPTY_PATCH, Batch, Feature, Outcome, Patch, Plan, Record, Ticket, record_words
+from modelrunner.device import Event, PinnedBuffer
 from modelrunner.errors import EngineError, PluginError
 from modelrunner.graphs import GraphReport, Key, StepGraphs
-from modelrunner.model_state import ModelState, Needs, Tap
-from modelrunner.ops import Ops
-from modelrunner.page_pool import GroupLayout
-from modelrunner.request_table import RequestTable
-from modelrunner.sampler import Sampler
+from modelrunner.model_state import Tap
+from modelrunner.runner_parts import Extras, Parts, Route
 from modelrunner.step_buffers import Buckets, PlanPacker, Shape, StepBuffers
-from modelrunner.tap_set import ActiveTaps, TapSet
+from modelrunner.tap_set import ActiveTaps
 
 POISON = -0x5A5A5A5B  # what a released ring entry holds on a testing device: no row, no token
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What a runner is put together from, each chosen or built at start-up."""
-
-    device: Device
-    ops: Ops
-    state: ModelState
-    needs: Needs
-    dtype: torch.dtype
-    sampler: Sampler
-    table: RequestTable
-    layouts: Sequence[GroupLayout]
-    caches: Mapping[str, torch.Tensor]
-    backends: Mapping[str, AttentionBackend]
-    taps: TapSet
-
-
-class Extras:
-    """The way of what taps report: a device ring of byte records beside the ring of step records, and a pinned buffer per entry."""
-
-    def __init__(self, device: Device, entries: int, rows: int, record_bytes: int) -> None:
-        self.device = device
-        self.packed = torch.zeros(rows, record_bytes, dtype=torch.uint8, device=device.torch_device)
-        self.ring = torch.zeros(entries, rows, record_bytes, dtype=torch.uint8, device=device.torch_device)
-        self.results = [device.pinned(rows * record_bytes) for _ in range(entries)] if record_bytes else []
-
-    def write(self, active: ActiveTaps, batch: Batch, counter: torch.Tensor) -> None:
-        """D. Put the step's results into the ring entry that `counter` names."""
-        packed = self.packed[: batch.num_rows]
-        active.write(batch, packed)
-        self.ring[:, : batch.num_rows].index_copy_(0, counter % self.ring.shape[0], packed.unsqueeze(0))
-
-    def download(self, entry: int, num_rows: int) -> Event:
-        return self.device.download(lambda: self.ring[entry, :num_rows], self.results[entry])
-
-    def take(self, entry: int, num_rows: int) -> npt.NDArray[np.uint8]:
-        """A copy of what was downloaded: [num_rows, record bytes]. Frees the buffer."""
-        size = self.ring.shape[2]
-        records = self.results[entry].array[: num_rows * size].reshape(num_rows, size).copy()
-        self.device.release(self.results[entry])
-        return records
 
 
 class Runner:
@@ -105,10 +59,12 @@ class Runner:
         self.counter = torch.zeros(1, dtype=torch.int64, device=self.device.torch_device)
         self.plans = [self.device.pinned(4 * self.packer.capacity) for _ in range(entries)]
         self.results = [self.device.pinned(4 * rows * words) for _ in range(entries)]
+        self.plan_words, self.result_words = ([buffer.array.view(np.int32) for buffer in ring] for ring in (self.plans, self.results))
         self.extras = Extras(self.device, entries, rows, parts.taps.record_bytes)
         self.events: list[Event | None] = [None] * entries
         self.extra_events: list[Event | None] = [None] * entries
         self.launched = 0
+        self.route: Route | None = None  # of the last launched step, while its rows are on the device
         self.warming_up = False
         self.max_model_len = max_model_len
         self.graphs = StepGraphs(self.device, buckets, self._closure, no_graphs)
@@ -119,23 +75,32 @@ class Runner:
         """Run steps of a dead row, one of each kind of tail, so that what cannot run fails at start-up and not at the first request."""
         plan = self._blank_plan()
         self.state.fill_dummy(self.buffers.batch(plan, self.buckets.shape(plan), self.parts.table.columns))
+        kinds = [replace(plan, features=features) for features in (Feature.GREEDY, Feature.PLAIN, Feature.PLAIN | Feature.FILTERED, EDITED)]
+
+        self.device.build([partial(self._first, kind) for kind in kinds])
+        self._rewind()
         self.warming_up = True
-        for features in (Feature.GREEDY, Feature.PLAIN, Feature.PLAIN | Feature.FILTERED):
-            records = self.collect(self.launch(replace(plan, features=features | self.parts.taps.all_features))).records
+        for kind in kinds:
+            records = self.collect(self.launch(replace(kind, features=kind.features | self.parts.taps.all_features))).records
             if records[0, Record.ROW] != self.scratch_row:
                 raise PluginError(f"the step's record names row {records[0, Record.ROW]}, not {self.scratch_row} (operation write_record)")
         self.warming_up = False
+
+    def _first(self, plan: Plan) -> None:
+        shape = self.buckets.shape(plan)
+        self._pack(plan, shape, 0, rows=True)()
+        self._computation(plan, shape, None)()
 
     def run_large(self, num_tokens: int) -> None:
         """Run a step of as many rows as there can be, dead ones, with so many tokens and the tail that needs most memory, to its end.
 
         Without a graph, as `warm_up` does: nothing may keep memory of the cache that `use_caches` replaces.
         """
-        blank, rows = self._blank_plan(), min(self.scratch_row, num_tokens)
+        rows = min(self.scratch_row, num_tokens)
         num_query = np.ones(rows, np.int32)
         num_query[0] += num_tokens - rows
         plan = replace(
-            blank,
+            self._blank_plan(),
             rows=np.full(rows, self.scratch_row, np.int32),
             generations=np.full(rows, -1, np.int32),
             num_query=num_query,
@@ -144,8 +109,11 @@ class Runner:
             max_query=int(num_query[0]),
             max_seq_len=self.max_model_len,
             table_pages=tuple(layout.pages_for(self.max_model_len) for layout in self.parts.layouts),
-            features=Feature.PLAIN | Feature.FILTERED | self.parts.taps.all_features,
+            features=Feature.PLAIN | Feature.FILTERED | EDITED | self.parts.taps.all_features,
         )
+        few = replace(plan, rows=plan.rows[:1], generations=plan.generations[:1], num_query=plan.num_query[:1] + rows - 1)
+        self.device.build([partial(self._first, each) for each in (plan, few)])
+        self._rewind()
         self.warming_up = True
         self.collect(self.launch(plan))
         self.warming_up = False
@@ -175,15 +143,24 @@ class Runner:
 
     def capture(self) -> GraphReport:
         """Capture what may come often, after `warm_up`. The counter is put back: entries written meanwhile are nobody's."""
-        plan, staged = self._blank_plan(), self.plans[0]
+        plan = self._blank_plan()
+        self.route = None
 
         def stage(key: Key) -> None:
-            words = self.packer.pack(plan, self._shape(key), self.scratch_row, _int32(staged))
-            self.device.launch(lambda: self._upload(plan, staged, words))
+            upload = self._pack(plan, self._shape(key), 0, rows=True)
+            self.device.launch(upload)
             self.device.synchronize()  # the buffer is written again for the next shape
 
-        bar = partial(tqdm, desc="Capturing graphs", unit="graph", disable=not sys.stderr.isatty())
-        report = self.graphs.capture_all(stage, bar)
+        def first(key: Key) -> None:
+            stage(key)
+            self._closure(key)()
+
+        def built(keys: Sequence[Key]) -> Sequence[Key]:
+            self.device.build([partial(first, key) for key in keys])
+            bar: Sequence[Key] = tqdm(keys, desc="Capturing graphs", unit="graph", disable=not sys.stderr.isatty())
+            return bar
+
+        report = self.graphs.capture_all(stage, built)
         self._rewind()
         return report
 
@@ -194,19 +171,22 @@ class Runner:
         """
         entry = self.launched % len(self.plans)
         assert self.events[entry] is None, "more steps in flight than the pipeline is deep"
-        shape = self.buckets.shape(plan)
-        words = self.packer.pack(plan, shape, self.scratch_row, _int32(self.plans[entry]))
-        keys, taps = () if self.warming_up else self.graphs.keys(plan, shape), None
-        if keys:
-            compute: Callable[[], None] = partial(self._replay, keys)
-        else:
+        route, taps = self.route, None
+        known = route is not None and route.serves(plan)
+        if route is None or not known:
+            route = self._new_route(plan)
+        compute = route.replay
+        if compute is None:
             taps = self.parts.taps.active(plan.features)
-            compute = self._computation(plan, shape, taps)
+            compute = self._computation(plan, route.shape, taps)
+        work = compute if known and plan.patch.empty else partial(_in_order, self._pack(plan, route.shape, entry, rows=not known), compute)
+        self.route = None  # until it is known that the rows are there
         try:
-            self.device.launch(lambda: self._step(plan, self.plans[entry], words, compute))
+            self.device.launch(work)
         except BaseException:
             self._rewind()
             raise
+        self.route = route
         self.launched += 1
         try:
             self.events[entry] = self.device.download(lambda: self.ring[entry, : plan.num_rows], self.results[entry])
@@ -216,15 +196,23 @@ class Runner:
             raise EngineError(f"step {plan.step} runs, but its results cannot be fetched: {error}") from error
         return Ticket(plan, entry)
 
-    def _replay(self, keys: Sequence[Key]) -> None:
-        for key in keys:
-            self.graphs.run(key)
+    def _new_route(self, plan: Plan) -> Route:
+        shape = self.buckets.shape(plan)
+        keys = () if self.warming_up else self.graphs.keys(plan, shape)
+        return Route(plan, shape, partial(_in_order, *[partial(self.graphs.run, key) for key in keys]) if keys else None)
+
+    def _pack(self, plan: Plan, shape: Shape, entry: int, *, rows: bool) -> Callable[[], None]:
+        """Put the plan's rows, if asked, and its patch into a pinned buffer. Returns the work that brings them to the device."""
+        words = self.plan_words[entry]
+        if rows:
+            self.packer.pack_rows(plan, shape, self.scratch_row, words)
+        start, end = 0 if rows else self.packer.patch_start, self.packer.pack_patch(plan.patch, words)
+        return partial(self._upload, plan.patch, self.plans[entry], start, end)
 
     def _shape(self, key: Key) -> Shape:
         """The shape of every step that runs as `key`. Which rows of a body decode is for the device to see."""
         if key.part == "body":
-            rows = self.buckets.body_rows(key.size)
-            return Shape(rows, key.size, 0, key.size, rows)
+            return Shape(self.buckets.body_rows, key.size, 0, key.size, self.buckets.body_rows)
         return Shape(key.size, key.size, key.size, 1, key.size)
 
     def _closure(self, key: Key) -> Callable[[], None]:
@@ -237,21 +225,25 @@ class Runner:
             return self._computation(plan, shape, None)
         sampled, columns = self.buffers.sampled[: shape.tail_rows], self.parts.table.columns
         if key.part == "tail":
-            return partial(self._tail, self.buffers.tail(plan, shape, columns), sampled)
+            return partial(self._captured_tail, self.buffers.tail(plan, shape, columns), sampled)
         batch = self.buffers.batch(plan, shape, columns)
         return partial(self._captured_body, batch, self._attention(batch), sampled)
 
+    @torch.inference_mode()
     def _captured_body(self, batch: Batch, attention: Mapping[str, BoundAttention], sampled: torch.Tensor) -> None:
         self._inputs(batch)
         torch.index_select(self._body(batch, attention, no_tap), 0, batch.sample_index, out=sampled)
+
+    @torch.inference_mode()
+    def _captured_tail(self, batch: Batch, sampled: torch.Tensor) -> None:
+        self._tail(batch, sampled)
 
     def _computation(self, plan: Plan, shape: Shape, taps: ActiveTaps | None) -> Callable[[], None]:
         """Everything that a step does after its inputs are uploaded. Views and metadata are made here, on the host."""
         columns = self.parts.table.columns
         batch = self.buffers.batch(plan, shape, columns)
         tail = batch if shape.num_decode == shape.num_rows else self.buffers.tail(plan, shape, columns)
-        attention = self._attention(batch)
-        return lambda: self._compute(batch, tail, attention, taps)
+        return partial(self._compute, batch, tail, self._attention(batch), taps)
 
     def _attention(self, batch: Batch) -> Mapping[str, BoundAttention]:
         return ByGroup(
@@ -268,7 +260,8 @@ class Runner:
         assert event is not None, "a ticket is collected once"
         event.wait()
         self.events[ticket.entry] = None
-        records = _int32(self.results[ticket.entry])[: ticket.plan.num_rows * self.ring.shape[2]].reshape(ticket.plan.num_rows, -1).copy()
+        rows, words = ticket.plan.num_rows, self.ring.shape[2]
+        records = self.result_words[ticket.entry][: rows * words].reshape(rows, words).copy()
         self.device.release(self.results[ticket.entry])
         extra = None
         if (extra_event := self.extra_events[ticket.entry]) is not None:
@@ -289,26 +282,22 @@ class Runner:
         self.ring[entry].fill_(POISON)
         self.extras.ring[entry].fill_(POISON & 0xFF)
 
-    def _step(self, plan: Plan, staged: PinnedBuffer, words: int, compute: Callable[[], None]) -> None:
+    def _upload(self, patch: Patch, packed: PinnedBuffer, start: int, end: int) -> None:
+        """Copy the words start..end-1 of a packed plan to the device, and apply its patch."""
         with torch.inference_mode():
-            self._upload(plan, staged, words)
-            compute()
-
-    def _upload(self, plan: Plan, staged: PinnedBuffer, words: int) -> None:
-        """Copy the packed plan to the device and apply its patch."""
-        buffers = self.buffers
-        buffers.staging[:words].copy_(staged.tensor[: 4 * words].view(torch.int32), non_blocking=True)
-        if not plan.patch.empty:
-            self.ops.apply_patch(self.parts.table.arena, *buffers.patch(plan.patch.dst.size, plan.patch.words.size))
+            self.buffers.staging[start:end].copy_(packed.tensor[4 * start : 4 * end].view(torch.int32), non_blocking=True)
+            if not patch.empty:
+                self.ops.apply_patch(self.parts.table.arena, *self.buffers.patch(patch.dst.size, patch.words.size))
 
     def _compute(self, batch: Batch, tail: Batch, attention: Mapping[str, BoundAttention], taps: ActiveTaps | None) -> None:
-        self._inputs(batch)
-        hidden = self._body(batch, attention, no_tap if taps is None else taps.bind(batch))
-        if taps is not None and taps.reports:
-            self.extras.write(taps, batch, self.counter)
-        if tail is not batch:  # otherwise a row's only token is the one that it samples from
-            hidden = hidden.index_select(0, batch.sample_index[: tail.num_rows])
-        self._tail(tail, hidden)
+        with torch.inference_mode():
+            self._inputs(batch)
+            hidden = self._body(batch, attention, no_tap if taps is None else taps.bind(batch))
+            if taps is not None and taps.reports:
+                self.extras.write(taps, batch, self.counter)
+            if tail is not batch:  # otherwise a row's only token is the one that it samples from
+                hidden = hidden.index_select(0, batch.sample_index[: tail.num_rows])
+            self._tail(tail, hidden)
 
     def _inputs(self, batch: Batch) -> None:
         """Gather what the step reads from the request table."""
@@ -401,5 +390,6 @@ def fill(tensor: torch.Tensor, value: int) -> None:
     tensor.fill_(value)
 
 
-def _int32(buffer: PinnedBuffer) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-    return buffer.array.view(np.int32)
+def _in_order(*works: Callable[[], None]) -> None:
+    for work in works:
+        work()

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 SEED_MIN, SEED_MAX = -(2**63), 2**63 - 1
 INT32_MAX = 2**31 - 1
 FLOAT32_MAX = 3.4028234e38
+MAX_BIAS = 100.0
 SHOWN_CHARACTERS = 60
 
 
@@ -138,6 +139,75 @@ def _stop_token_ids(value: object) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ids))
 
 
+def _penalty(value: object) -> float:
+    number = as_float(value)
+    _require(-2.0 <= number <= 2.0)
+    return number
+
+
+def _repetition_penalty(value: object) -> float:
+    number = as_float(value)
+    _require(0.0 < number <= FLOAT32_MAX)
+    return number
+
+
+def _min_tokens(value: object) -> int:
+    number = as_int(value)
+    _require(number >= 0)
+    return number
+
+
+def _logit_bias(value: object) -> dict[int, float] | None:
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        raise ValueError("not a mapping")
+    bias = {}
+    for key, item in value.items():
+        try:
+            token_id = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() else as_int(key)  # JSON has text for keys
+            number = as_float(item)
+            _require(token_id >= 0 and abs(number) <= MAX_BIAS)
+        except ValueError:
+            raise ValueError(f"it contains {shown(key)}: {shown(item)}") from None
+        bias[token_id] = number
+    return bias
+
+
+def _allowed_token_ids(value: object) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    ids = _stop_token_ids(value)
+    _require(bool(ids))
+    return ids
+
+
+def _bad_words(value: object) -> tuple[str | tuple[int, ...], ...]:
+    if value is None:
+        return ()
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+        raise ValueError("not a list")
+    words: list[str | tuple[int, ...]] = []
+    for item in value:
+        try:
+            word = item if isinstance(item, str) else _repeated_ids(item)
+        except ValueError:
+            word = ()
+        if not (word.strip() if isinstance(word, str) else word):
+            raise ValueError(f"it contains {shown(item)}")
+        words.append(word)
+    return tuple(dict.fromkeys(words))
+
+
+def _repeated_ids(value: Any) -> tuple[int, ...]:
+    """`value` as token ids, of which one may stand twice."""
+    if isinstance(value, (bytes, Mapping)) or not isinstance(value, Iterable):
+        raise ValueError("not a list")
+    ids = tuple(as_int(item) for item in value)
+    _require(all(number >= 0 for number in ids))
+    return ids
+
+
 def _extra_args(value: object) -> Mapping[str, Any]:
     if value is None:
         return {}
@@ -155,6 +225,13 @@ ACCEPTED = {
     "top_k": "an integer >= 1, or 0 or -1 for all tokens",
     "min_p": "a number in [0, 1]",
     "seed": "an integer of 64 bits with a sign (-2**63 to 2**63 - 1), or None for a random one",
+    "repetition_penalty": "a finite number > 0 (1: none)",
+    "presence_penalty": "a number in [-2, 2] (0: none)",
+    "frequency_penalty": "a number in [-2, 2] (0: none)",
+    "logit_bias": "a mapping of token ids (integers >= 0) to numbers in [-100, 100], or None",
+    "allowed_token_ids": "a list of token ids (integers >= 0), not empty, or None for all",
+    "bad_words": "a list of words, strings with more than white space, or lists of token ids, not empty",
+    "min_tokens": "an integer >= 0, at most max_tokens",
     "max_tokens": "an integer >= 1, or None for as many as the context holds",
     "stop": "a string or a list of strings, none of them empty",
     "stop_token_ids": "a list of token ids (integers >= 0)",
@@ -170,6 +247,11 @@ class SamplingParams(BaseModel):
     temperature: divides the logits; 0 is greedy. top_k: sample among the k likeliest tokens; 0 or -1 for all.
     top_p: among the likeliest tokens that together hold this probability. min_p: among tokens at least this fraction as likely as the best.
     seed: the same seed and prompt give the same text; None draws a new one for each request.
+    repetition_penalty: above 1, tokens of prompt and output become less likely (Keskar et al. 2019). presence_penalty, frequency_penalty:
+    taken off the logits of tokens of the output, once or as often as they occurred. logit_bias: added to the logits of these ids.
+    allowed_token_ids: the only ids that may be sampled. bad_words: words that the output may not hold, as text (then with and without a
+    leading space) or as ids; only the last token of one is banned, where the others came before it. min_tokens: until then nothing ends
+    the output, neither a stop id nor a stop string.
     max_tokens: most output tokens; None for as many as the context holds. ignore_eos: go on past end-of-sequence ids.
     stop: strings that end the output where the first of them is complete; the text ends before it, or after it with
     `include_stop_str_in_output`. stop_token_ids: ids that end the output, itself the last token; its text is part of the output unless
@@ -187,6 +269,13 @@ class SamplingParams(BaseModel):
     top_k: Annotated[int, BeforeValidator(_top_k)] = 0
     min_p: Annotated[float, BeforeValidator(_min_p)] = 0.0
     seed: Annotated[int | None, BeforeValidator(_seed)] = None
+    repetition_penalty: Annotated[float, BeforeValidator(_repetition_penalty)] = 1.0
+    presence_penalty: Annotated[float, BeforeValidator(_penalty)] = 0.0
+    frequency_penalty: Annotated[float, BeforeValidator(_penalty)] = 0.0
+    logit_bias: Annotated[Mapping[int, float] | None, BeforeValidator(_logit_bias)] = None
+    allowed_token_ids: Annotated[tuple[int, ...] | None, BeforeValidator(_allowed_token_ids)] = None
+    bad_words: Annotated[tuple[str | tuple[int, ...], ...], BeforeValidator(_bad_words)] = ()
+    min_tokens: Annotated[int, BeforeValidator(_min_tokens)] = 0
     max_tokens: Annotated[int | None, BeforeValidator(_max_tokens)] = 16
     ignore_eos: StrictBool = False
     stop: Annotated[tuple[str, ...], BeforeValidator(_stop)] = ()
@@ -198,7 +287,7 @@ class SamplingParams(BaseModel):
     extra_args: Annotated[Mapping[str, Any], BeforeValidator(_extra_args)] = Field(default_factory=dict)
 
     def __hash__(self) -> int:
-        return hash(tuple(value for name, value in self.__dict__.items() if name != "extra_args"))  # which may hold lists
+        return hash(tuple(value for name, value in self.__dict__.items() if not isinstance(value, Mapping)))  # which may hold lists
 
     def __init__(self, **values: Any) -> None:
         try:
@@ -208,6 +297,10 @@ class SamplingParams(BaseModel):
         if self.stop and not self.detokenize:
             raise RequestError(
                 "stop: stop strings are looked for in the text, and detokenize is False; accepted: stop_token_ids, or detokenize=True"
+            )
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens: got {shown(self.min_tokens)}, and max_tokens is {shown(self.max_tokens)}; accepted: {ACCEPTED['min_tokens']}"
             )
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
@@ -234,7 +327,7 @@ def _message(error: ValidationError) -> str:
     return "; ".join(parts)
 
 
-GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p")
+GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def default_params(card: ModelCard) -> SamplingParams:

@@ -3,7 +3,7 @@
 The idea: a request owns a row from admission to its end or its preemption. `plan` gives every running row one more token, spends what is
 left of the token budget on unfinished prompts, then on new requests; `commit` reads the records of a step that ran. Between the two,
 several steps may be in flight, so each row has two sets of counters (see `rows`). Work per step depends on what changes, not on how many
-rows run.
+rows run: while all rows decode and nobody comes or goes, steps are repeated (see `steady`); whatever else happens settles them first.
 """
 
 from __future__ import annotations
@@ -11,83 +11,21 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from modelrunner.admission import Admission, PatchSink
-from modelrunner.batch import Drain, Feature, Finish, Outcome, Plan, Record
+from modelrunner.batch import EMPTY_PATCH, Drain, Finish, Outcome, Plan, Record
 from modelrunner.page_pool import GroupLayout, Int32Array, PagePool
 from modelrunner.request import Request, Status
-from modelrunner.rows import Growth, HostRows
+from modelrunner.rows import BoolArray, Growth, HostRows
+from modelrunner.steady import Steady
+from modelrunner.step_books import Committed, Draft, Stats, Undo, note_growth
 from modelrunner.token_budget import TokenBudget
 from modelrunner.waiting import Deadlines, Entry
 
-BoolArray = npt.NDArray[np.bool_]
 REASONS = {Finish.STOP: "stop", Finish.LENGTH: "length", Finish.ERROR: "error"}
-
-
-@dataclass
-class Stats:
-    """Counters since start. steps: committed ones. preemptions: rows taken from running requests. prompt_tokens: of admitted requests.
-    cached_tokens: found in the prefix cache at admissions and resumptions. computed_tokens: query tokens of committed steps.
-    generated_tokens: committed output."""
-
-    steps: int = 0
-    preemptions: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    computed_tokens: int = 0
-    generated_tokens: int = 0
-
-
-@dataclass(frozen=True)
-class Committed:
-    """What a collected step brought. rows [M] int32: rows with new tokens; a request of `finished` has left its row already.
-    tokens [M, 1+k] int32, of which the first num_tokens [M] int32 count. finished: requests that ended."""
-
-    rows: Int32Array
-    tokens: Int32Array
-    num_tokens: Int32Array
-    finished: list[Request]
-
-
-@dataclass(frozen=True)
-class _Undo:
-    """What `rollback` needs: the plan, which rows it makes sample, the pages it gave, whom it admitted, and the former last tickets."""
-
-    plan: Plan
-    sampled: BoolArray
-    growths: list[Growth]
-    admitted: list[Entry]
-    last_ticket: npt.NDArray[np.int64]
-
-
-@dataclass
-class _Steady:
-    """Running rows that all decode, for as long as nobody comes or goes: what is the same in each of their plans. steps: as long as no
-    row reaches its limit."""
-
-    rows: Int32Array
-    counts: Int32Array
-    generations: Int32Array
-    sampled: BoolArray
-    features: Feature
-    steps: int
-
-
-@dataclass
-class _Draft:
-    """A plan in the making. chunks: (rows, query tokens of each) in batch order."""
-
-    builder: PatchSink
-    budget: int
-    chunks: list[tuple[Int32Array, Int32Array]] = field(default_factory=list)
-    num_decode: int = 0
-    growths: list[Growth] = field(default_factory=list)
-    admitted: list[Entry] = field(default_factory=list)
 
 
 class Scheduler:
@@ -122,9 +60,9 @@ class Scheduler:
         self.pool = pool
         self.depth = depth
         self.stats = Stats()
-        self.rows = HostRows(groups, max_rows, max_model_len)
+        self._rows = HostRows(groups, max_rows, max_model_len)
         self.admission = Admission(
-            self.rows, pool, seats or {}, row_values, on_admit, on_remove,
+            self._rows, pool, seats or {}, row_values, on_admit, on_remove,
             max_batched_tokens=max_batched_tokens, by_priority=policy == "priority",
             chunked=chunked_prefill, caching=prefix_caching, cache_seed=cache_seed,
         )  # fmt: skip
@@ -133,10 +71,17 @@ class Scheduler:
         self._clock = clock
         self._deadlines = Deadlines()
         self._running: Int32Array = np.empty(0, np.int32)  # rows of running requests, in order of admission
-        self._steady: _Steady | None = None
+        self._repeatable: Plan | None = None  # the newest plan, if all running rows decode in it, and nobody came or went since
+        self._steady: Steady | None = None  # repeats it
         self._in_flight: deque[Plan] = deque()
-        self._undo: _Undo | None = None
+        self._undo: Undo | None = None
         self._step = 0
+
+    @property
+    def rows(self) -> HostRows:
+        """Counters of every row, up to date. Ask again after a plan or a commit."""
+        self._settle()
+        return self._rows
 
     # ---- requests ------------------------------------------------------------------------------------------------
 
@@ -154,6 +99,7 @@ class Scheduler:
         going = request.status is not Status.FINISHED
         if going:
             if request.status is Status.RUNNING:
+                self._settle()
                 self.admission.release(request)
                 self._refresh_running()
             self._end(request, reason, stop_reason)
@@ -227,10 +173,13 @@ class Scheduler:
         again with `drained`. With nothing in flight it preempts instead, until the rest fits."""
         assert len(self._in_flight) < (1 if drained else self.depth), f"{len(self._in_flight)} steps are in flight; collect first"
         self.admission.reclaim_rows(self._in_flight[0].step if self._in_flight else self._step)
+        if self._repeatable is not None and (again := self._repeat(self._repeatable)) is not None:
+            return again
+        self._disturb()
         while True:
-            rows, counts, num_decode = self._select()
-            upper = self.rows.computed_upper[rows] + counts
-            deficits = [table.deficit(rows, upper) for table in self.rows.tables]
+            rows, counts, num_decode = self._rows.select(self._running, self._budget, self.num_waiting)
+            upper = self._rows.computed_upper[rows] + counts
+            deficits = [table.deficit(rows, upper) for table in self._rows.tables]
             missing = sum(int(d.sum()) for d in deficits)
             if missing <= self.pool.available:
                 break
@@ -238,83 +187,65 @@ class Scheduler:
                 return Drain(f"{missing} cache pages are needed and {self.pool.available} available")
             self._preempt(self._victim())
         tokens = self._budget.tokens(num_decode, rows.size - num_decode + self.num_waiting)
-        draft = _Draft(self._builder(), tokens - int(counts.sum()), [(rows, counts)], num_decode)
-        if missing:
-            self._grow(draft, rows, deficits)
-        sampled = [self._advance(rows, counts)]
-        sampled += self._admit(draft)
-        return self._seal(draft, np.concatenate(sampled) if len(sampled) > 1 else sampled[0])
+        draft = Draft(self._builder(), tokens, num_decode)
+        draft.grow(self._rows, rows, deficits, self.pool)
+        draft.take(self._rows, rows, counts)
+        self._admit(draft)
+        return self._seal(draft)
 
-    def _select(self) -> tuple[Int32Array, Int32Array, int]:
-        """Rows of the next step, their query tokens, and how many of them decode."""
-        if (steady := self._steady) is not None and steady.steps > 0:
-            return steady.rows, steady.counts, steady.rows.size
-        table = self.rows
-        rows, counts, num_decode = table.select(self._running, self._budget, self.num_waiting)
-        self._steady = None
-        if num_decode and num_decode == self._running.size:
-            steps = int((table.limit[rows] - table.known_upper[rows]).min())
-            features = Feature(int(np.bitwise_or.reduce(table.features[rows])))
-            self._steady = _Steady(rows, counts, table.generation[rows], np.ones(rows.size, np.bool_), features, steps)
-        return rows, counts, num_decode
-
-    def _advance(self, rows: Int32Array, counts: Int32Array) -> BoolArray:
-        """Move the upper counters, and tell which rows sample."""
-        if (steady := self._steady) is None:
-            return self.rows.advance(rows, counts)
-        steady.steps -= 1
-        self.rows.computed_upper[rows] += 1
-        self.rows.known_upper[rows] += 1
-        return steady.sampled
-
-    def _grow(self, draft: _Draft, rows: Int32Array, deficits: list[Int32Array]) -> None:
-        for table, deficit in zip(self.rows.tables, deficits, strict=True):
-            if deficit.any():
-                growth = table.grow(rows, deficit, self.pool)
-                draft.builder.elements(f"pages.{table.layout.name}", growth.rows, growth.cols, growth.pages)
-                draft.growths.append(growth)
-
-    def _admit(self, draft: _Draft) -> list[BoolArray]:
-        sampled = []
-        while (admitted := self.admission.admit_next(draft.budget, draft.builder)) is not None:
-            entry, chunk = admitted
-            row, count = np.array([entry.request.row], np.int32), np.array([chunk], np.int32)
-            sampled.append(self.rows.advance(row, count))
-            self._running, self._steady = np.concatenate([self._running, row]), None
-            draft.chunks.append((row, count))
-            draft.admitted.append(entry)
-            draft.budget -= chunk
-            self._count_admission(entry, 1)
-        return sampled
-
-    def _seal(self, draft: _Draft, sampled: BoolArray) -> Plan | None:
-        table, steady = self.rows, self._steady
-        if steady is not None:
-            rows, num_query, generations, features = steady.rows, steady.counts, steady.generations, steady.features
-        else:
-            rows = np.concatenate([r for r, _ in draft.chunks])
-            if not rows.size:
+    def _repeat(self, first: Plan) -> Plan | None:
+        """The steady path: the plan of before once more, or None when something about it would change."""
+        if self.admission.candidate(self._budget.most - first.num_tokens) is not None:
+            return None
+        steady = self._steady = self._steady or Steady(self._rows, first)
+        if not steady.left:
+            return None
+        growths: list[Growth] = []
+        patch = EMPTY_PATCH
+        if due := steady.due():
+            if sum(rows.size for _, rows in due) > self.pool.available:
                 return None
-            num_query = np.concatenate([c for _, c in draft.chunks])
-            generations, features = table.generation[rows], Feature(int(np.bitwise_or.reduce(table.features[rows])))
-        max_seq_len = int(table.computed_upper[rows].max())
-        plan = Plan(
-            step=self._step,
-            rows=rows,
-            generations=generations,
-            num_query=num_query,
-            patch=draft.builder.build(),
-            num_decode=draft.num_decode,
-            num_tokens=rows.size if steady is not None else int(num_query.sum()),
-            max_query=1 if steady is not None else int(num_query.max()),
-            max_seq_len=max_seq_len,
-            table_pages=tuple(t.layout.pages_for(max_seq_len) for t in table.tables),
-            features=features,
-        )
-        self._undo = _Undo(plan, sampled, draft.growths, draft.admitted, table.last_ticket[rows])
-        table.last_ticket[rows] = plan.step
+            builder = self._builder()
+            for table, rows in due:
+                growths.append(table.grow_one(rows, self.pool))
+                note_growth(builder, table.layout.name, growths[-1])
+            patch = builder.build()
+        plan = steady.plan(self._step, patch)
+        self._undo = Undo(plan, steady.all, growths, [], self._step - 1)
         self._in_flight.append(plan)
         self._step += 1
+        return plan
+
+    def _settle(self) -> None:
+        """Write down what the steady path has not written yet: whoever reads rows needs it."""
+        if self._steady is not None:
+            self._steady.settle()
+
+    def _disturb(self) -> None:
+        """The next plan differs from the last one."""
+        self._settle()
+        self._repeatable = self._steady = None
+
+    def _admit(self, draft: Draft) -> None:
+        while (admitted := self.admission.admit_next(draft.budget, draft.builder)) is not None:
+            entry, chunk = admitted
+            row = np.array([entry.request.row], np.int32)
+            self._running = np.concatenate([self._running, row])
+            draft.take(self._rows, row, np.array([chunk], np.int32))
+            draft.admitted.append(entry)
+            self.stats.admitted(entry, 1)
+
+    def _seal(self, draft: Draft) -> Plan | None:
+        plan = draft.plan(self._step, self._rows)
+        if plan is None:
+            return None
+        table = self._rows
+        self._undo = Undo(plan, np.concatenate(draft.sampled), draft.growths, draft.admitted, table.last_ticket[plan.rows])
+        table.last_ticket[plan.rows] = plan.step
+        self._in_flight.append(plan)
+        self._step += 1
+        if plan.num_decode == self._running.size:
+            self._repeatable = plan
         return plan
 
     def rollback(self, plan: Plan) -> None:
@@ -322,10 +253,11 @@ class Scheduler:
         undo = self._undo
         if undo is None or undo.plan is not plan:
             raise RuntimeError(f"step {plan.step} is not the newest plan, or its launch did not fail; only that one can be rolled back")
+        self._disturb()
         self._undo = None
         self._in_flight.pop()
         self._step -= 1
-        table = self.rows
+        table = self._rows
         table.last_ticket[plan.rows] = undo.last_ticket
         alive = self._alive(plan)
         rows = plan.rows[alive]
@@ -334,27 +266,41 @@ class Scheduler:
         for growth in undo.growths:
             table.tables[growth.group].shrink(growth, np.isin(growth.rows, plan.rows[~alive]), self.pool)
         for entry in undo.admitted:
-            self._count_admission(entry, -1)
+            self.stats.admitted(entry, -1)
             if entry.request.status is Status.RUNNING:
                 self.admission.release(entry.request)
                 self.admission.requeue(entry)
         self._refresh_running()
 
-    def _count_admission(self, entry: Entry, sign: int) -> None:
-        self.stats.cached_tokens += sign * entry.cached
-        if not entry.request.num_preemptions:
-            self.stats.prompt_tokens += sign * len(entry.request.prompt_token_ids)
-
     # ---- commit --------------------------------------------------------------------------------------------------
 
     def commit(self, outcome: Outcome) -> Committed:
         """Take in the records of the oldest step in flight. Those of requests that the host ended meanwhile are dropped."""
-        plan, rows = outcome.plan, self.rows
+        plan = outcome.plan
         if not self._in_flight or self._in_flight[0] is not plan:
             raise RuntimeError(f"step {plan.step} was committed out of order; the oldest in flight comes first")
         self._in_flight.popleft()
         if self._undo is not None and self._undo.plan is plan:
             self._undo = None
+        self.stats.steps += 1
+        if self._steady is not None and self._steady.commit(plan, outcome.records):
+            return self._commit_steady(outcome, self._steady)
+        self._settle()
+        return self._commit(outcome)
+
+    def _commit_steady(self, outcome: Outcome, steady: Steady) -> Committed:
+        """What else follows from one more token of each row, all of them with output before: no page of a prompt is left to index."""
+        plan = outcome.plan
+        self.stats.computed_tokens += plan.num_tokens
+        self.stats.generated_tokens += plan.num_tokens
+        for table in self._rows.tables:
+            if table.windowed:
+                table.free_behind(plan.rows, steady.computed(), self.pool)
+        return Committed(plan.rows, outcome.records[:, Record.TOKENS :], plan.num_query, [])
+
+    def _commit(self, outcome: Outcome) -> Committed:
+        """Any records, row by row."""
+        plan, rows = outcome.plan, self._rows
         live = self._alive(plan)
         records, at, computing = outcome.records, plan.rows, plan.num_query
         if not live.all():
@@ -369,7 +315,6 @@ class Scheduler:
         self._note_first_tokens(at[new & (known == rows.num_prompt[at])])
         rows.append(at, tokens, counts)
         rows.computed[at] = np.where(new, known + counts - 1, rows.computed[at] + computing)
-        self.stats.steps += 1
         self.stats.computed_tokens += int(computing.sum())
         self.stats.generated_tokens += int(counts.sum())
         self.admission.index_prompts(at)
@@ -383,7 +328,7 @@ class Scheduler:
 
     def _alive(self, plan: Plan) -> BoolArray:
         """Which rows of a plan still belong to the tenancy that it names."""
-        alive: BoolArray = self.rows.active[plan.rows] & (self.rows.generation[plan.rows] == plan.generations)
+        alive: BoolArray = self._rows.active[plan.rows] & (self._rows.generation[plan.rows] == plan.generations)
         return alive
 
     def _note_first_tokens(self, rows: Int32Array) -> None:
@@ -416,7 +361,9 @@ class Scheduler:
         self.admission.forget(request)
 
     def _refresh_running(self) -> None:
-        self._running, self._steady = self._running[self.rows.active[self._running]], None
+        """Some of the running rows are free now."""
+        self._disturb()
+        self._running = self._running[self._rows.active[self._running]]
 
     def _victim(self) -> Entry:
         """The running request that gives way: lowest priority first, then the newest."""
@@ -427,6 +374,7 @@ class Scheduler:
         return victim
 
     def _preempt(self, entry: Entry) -> None:
+        self._settle()
         self.admission.release(entry.request)
         entry.request.num_preemptions += 1
         self.stats.preemptions += 1

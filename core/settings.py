@@ -123,8 +123,8 @@ class SchedulerSettings(Section):
     """Most tokens that one step computes, over all requests."""
 
     max_mixed_tokens: int = Field(default=512, ge=1, le=2**20)
-    """The same for a step that computes prompts beside at least as many decoding requests, so that a long prompt does not hold these up;
-    half of it goes to prompts in any case, and without chunked_prefill it has no effect."""
+    """The same for a step in which at least four requests decode for each pending prompt, so that a long prompt does not hold them up; half
+    of it goes to prompts in any case, and without chunked_prefill it has no effect."""
 
     policy: Literal["fcfs", "priority"] = "fcfs"
     """Order of admission: fcfs is first come, first served; priority takes the lowest priority number first, then the first come."""
@@ -158,6 +158,29 @@ class SamplerSettings(Section):
 
     stop_seats: int | None = Field(default=None, ge=1, le=65536)
     """Active requests that can have stop token ids at the same time; none is scheduler.max_rows."""
+
+    max_logit_bias: int = Field(default=512, ge=1, le=65536)
+    """Most ids in the logit_bias of one request."""
+
+    logit_bias_seats: int | None = Field(default=None, ge=0, le=65536)
+    """Active requests that can have a logit_bias at the same time; none is scheduler.max_rows. A seat costs 8 bytes an id."""
+
+    allow_list_seats: int | None = Field(default=None, ge=0, le=65536)
+    """Active requests that can have allowed_token_ids at the same time; none is scheduler.max_rows. A seat costs a bit for each id of
+    the vocabulary."""
+
+    max_bad_words: int = Field(default=128, ge=1, le=65536)
+    """Most sequences of tokens in the bad_words of one request; a word is two where a leading space changes its tokens."""
+
+    max_bad_word_tokens: int = Field(default=8, ge=1, le=256)
+    """Most tokens of a bad word."""
+
+    bad_word_seats: int | None = Field(default=None, ge=0, le=65536)
+    """Active requests that can have bad_words at the same time; none is scheduler.max_rows. A seat costs 4 bytes a token."""
+
+    penalty_seats: int | None = Field(default=None, ge=0, le=65536)
+    """Active requests that can have penalties at the same time; none is scheduler.max_rows, but no more than fit into 128 MiB. A seat
+    costs 4 bytes for each id of the vocabulary, on the device."""
 
 
 class GraphSettings(Section):

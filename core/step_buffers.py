@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from modelrunner.batch import Batch, Int32Array, Plan
+from modelrunner.batch import Batch, Int32Array, Patch, Plan
 from modelrunner.model_state import Needs
 from modelrunner.page_pool import GroupLayout
 
@@ -44,16 +45,18 @@ class Buckets:
         if not self.tokens or t > self.tokens[-1]:
             return Shape(rows, t, plan.num_decode, plan.max_query, rows)
         tokens = _up(self.tokens, t)
-        most = self.body_rows(tokens)
+        most = self.body_rows
         return Shape(most, tokens, plan.num_decode, max(plan.max_query, tokens - t), min(rows, most))
 
-    def body_rows(self, tokens: int) -> int:
-        """As many rows as can share so many tokens, and one that padding tokens belong to."""
-        return min(tokens, self.max_rows) + 1
+    @property
+    def body_rows(self) -> int:
+        """Rows of a body that is padded to some number of tokens: all that there can be, and one that padding tokens belong to."""
+        return self.max_rows + 1
 
 
 def _up(sizes: Sequence[int], n: int) -> int:
-    return next((size for size in sizes if size >= n), n)
+    at = bisect_left(sizes, n)
+    return sizes[at] if at < len(sizes) else n
 
 
 class PlanPacker:
@@ -68,8 +71,8 @@ class PlanPacker:
         self.patch_start = 4 * self.max_rows + 2
         self.capacity = self.patch_start + max_patch_words
 
-    def pack(self, plan: Plan, shape: Shape, scratch_row: int, words: Int32Array) -> int:
-        """Write `plan`, padded to `shape`, into `words`; returns the words used."""
+    def pack_rows(self, plan: Plan, shape: Shape, scratch_row: int, words: Int32Array) -> None:
+        """Write the rows of `plan`, padded to `shape`, into `words`, before `patch_start`."""
         n, m, slots = plan.num_rows, self.max_rows, 1 + plan.num_draft
         rows, generations, num_query, query_start = words[:m], words[m : 2 * m], words[2 * m : 3 * m], words[3 * m : 4 * m + 2]
         padding = slice(n, shape.num_rows)
@@ -81,7 +84,10 @@ class PlanPacker:
             query_start[n + 1 : shape.num_rows + 1] = query_start[n] + slots * np.arange(1, shape.num_rows - n + 1)
         else:
             query_start[n + 1 : shape.num_rows + 1] = shape.num_tokens
-        patch, end = plan.patch, self.patch_start
+
+    def pack_patch(self, patch: Patch, words: Int32Array) -> int:
+        """Write the patch into `words`, from `patch_start` on; returns where it ends."""
+        end = self.patch_start
         if patch.empty:
             return end
         start = np.cumsum(patch.length, dtype=np.int32) - patch.length

@@ -193,9 +193,9 @@ class TapSet:
     # ---- results ---------------------------------------------------------------------------------------------------
 
     def keep(self, outcome: Outcome, rows: HostRows, request_at: Callable[[int], Request | None]) -> None:
-        """H, before the outcome is committed. Hand each row's record to its request; costs per row that asks for results and samples."""
-        if outcome.extra is None:
-            return
+        """H, before an outcome with `extra` is committed. Hand each row's record to its request; costs per row that asks for results and
+        samples."""
+        assert outcome.extra is not None, "no tap reported in this step"
         plan, records = outcome.plan, outcome.records
         counts = (records[:, Record.NUM_TOKENS] > 0) & (records[:, Record.FINISH] != Finish.ERROR)
         live = rows.active[plan.rows] & (rows.generation[plan.rows] == plan.generations)

@@ -192,10 +192,19 @@ class OutputText:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], stops: Sequence[str], include: bool, skip_special_tokens: bool
+        self,
+        tokenizer: Tokenizer,
+        prompt_token_ids: Sequence[int],
+        stops: Sequence[str],
+        include: bool,
+        skip_special_tokens: bool,
+        min_tokens: int = 0,
     ) -> None:
+        """min_tokens: stop strings are looked for in the text that comes after so many tokens."""
         self._steps = Detokenizer(tokenizer, prompt_token_ids, skip_special_tokens)
         self._matcher = StopMatcher(stops, include) if stops else None
+        self._min_tokens = min_tokens
+        self._searched: int | None = None  # characters before the text in which stop strings are looked for
         self._complete = False
         self.text = ""
         self.num_tokens = 0
@@ -226,8 +235,10 @@ class OutputText:
         if not new:
             return
         self.text += new
-        if self._matcher is None:
+        if self._matcher is None or self.num_tokens <= self._min_tokens:
             return
+        if self._searched is None:
+            self._searched = len(self.text) - len(new)
         self.match = self._matcher.feed(new)
         if self.match is not None:
-            self.text = self.text[: self.match.text_length]
+            self.text = self.text[: self._searched + self.match.text_length]

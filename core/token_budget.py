@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+CROWD = 4  # decoding rows for each pending prompt, from which on a step is kept short
+
 
 @dataclass(frozen=True)
 class TokenBudget:
-    """most: tokens of any step. mixed: of a step that computes prompts beside at least as many decoding rows; None: the same.
+    """most: tokens of any step. mixed: of a step in which at least CROWD rows decode for each pending prompt; None: the same.
 
-    A step lasts about as long as its tokens are many, and everybody in it waits for its end. Where more prompts are pending than rows
-    decode, the prompts' wait counts for more, so they get the whole step.
+    A step lasts about as long as its tokens are many, and everybody in it waits for its end. Where many prompts are pending beside few
+    decoding rows, the prompts' wait counts for more, so they get the whole step.
     """
 
     most: int
@@ -21,6 +23,6 @@ class TokenBudget:
 
         Prompts get half of `mixed` in any case, so that they go on beside many rows.
         """
-        if self.mixed is None or not 0 < num_prompts <= num_decode:
+        if self.mixed is None or not 0 < num_prompts * CROWD <= num_decode:
             return self.most
         return min(self.most, max(self.mixed, num_decode + -(-self.mixed // 2)))

@@ -14,7 +14,8 @@ from modelrunner.observers import Observer, RequestFinish, RequestStart, StepRep
 if TYPE_CHECKING:
     from modelrunner.batch import Plan
     from modelrunner.request import Request
-    from modelrunner.scheduler import Committed, Scheduler
+    from modelrunner.scheduler import Scheduler
+    from modelrunner.step_books import Committed
 
 Listener = tuple[str, Observer, Callable[[Any], None]]  # plugin, observer, its method
 Launched = tuple[tuple[float, float, float], tuple[int, int, int, int], int]  # times, counts, preemptions

@@ -22,6 +22,19 @@ PATH_STARTS = ("./", "../", "/", "~")  # these never mean the hub
 WANTED_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 UNWANTED_FILES = ["consolidated*", "original/*"]  # the same weights in other layouts
 
+# By model type, what a file must say so that nobody asks transformers for defaults.
+COMMON_FIELDS = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_act"),
+    *("max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "bos_token_id", "eos_token_id"),
+)
+ROPE_FIELDS = frozenset({"rope_theta", "rope_parameters"})
+FIELDS = {
+    "llama": ("attention_bias", "mlp_bias"),
+    "mistral": ("head_dim", "sliding_window"),
+    "qwen2": ("use_sliding_window", "sliding_window", "max_window_layers"),
+    "qwen3": ("head_dim", "attention_bias", "use_sliding_window", "sliding_window", "max_window_layers"),
+}
+
 
 @hookimpl
 def model_source(name: str, settings: RunnerSettings) -> list[Offer[Path] | Decline]:
@@ -76,9 +89,16 @@ def model_config(card: ModelCard) -> Offer[Mapping[str, Any]] | Decline:
 def with_defaults(card: ModelCard) -> dict[str, Any]:
     """The card's configuration, with defaults for absent fields where transformers knows the model type.
 
-    Fields of the file always win, under their own names; the older spellings of rope and dtype come out in the newer one too.
+    Fields of the file always win, under their own names; the older spellings of rope and dtype come out in the newer one too. A file that
+    says all that matters is taken as it is: importing transformers takes seconds.
     """
-    return {**transformers_defaults(card.config), **card.config}
+    return dict(card.config) if says_all(card.config) else {**transformers_defaults(card.config), **card.config}
+
+
+def says_all(config: Mapping[str, Any]) -> bool:
+    """Whether `config` has every field that a run of its model type depends on and that transformers would fill in."""
+    needed = FIELDS.get(str(config.get("model_type")))
+    return needed is not None and {*COMMON_FIELDS, *needed} <= set(config) and not ROPE_FIELDS.isdisjoint(config)
 
 
 def transformers_defaults(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,14 +16,15 @@ MODELRUNNER_API = ">=1,<2"
 
 @hookimpl
 def kernels(register: Register, device: Device) -> None:
-    from modelrunner.kernels import activation, attention, batch, embedding, linear, norm, rope, sampling, table
+    from modelrunner.kernels import activation, attention, batch, embedding, linear, logits, norm, rope, sampling, table
     from modelrunner.ops import CLOSE
     from modelrunner.plugins import fusions
 
     exact: dict[str, list[Callable[..., Any]]] = {
         "table": [table.apply_patch, table.update_state, table.write_record],
         "batch": [batch.gather_rows, batch.gather_tokens, batch.gather_block_table, batch.slot_mapping],
-        "attention": [attention.write_cache, attention.indexed_write, attention.attention_index],
+        "logits": [logits.count_tokens],
+        "attention": [attention.write_cache, attention.indexed_write, attention.attention_index, attention.gather_pages],
     }
     for area, functions in exact.items():
         for function in functions:
@@ -37,6 +38,7 @@ def kernels(register: Register, device: Device) -> None:
     register.op("gelu_tanh_mul", activation.gelu_tanh_mul, area="activation", tolerance=CLOSE)
     register.op("matmul", linear.matmul, area="linear", tolerance=CLOSE)
     register.op("int8_matmul", linear.int8_matmul, area="linear", tolerance=CLOSE)
+    register.op("edit_logits", logits.edit_logits, area="logits", tolerance=CLOSE)
     register.op("greedy", sampling.greedy, area="sampling")
     register.op("sample", sampling.sample, area="sampling")
     register.op("gumbel_noise", sampling.gumbel_noise, area="sampling", tolerance=CLOSE)

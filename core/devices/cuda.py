@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,14 +15,15 @@ if TYPE_CHECKING:
     from modelrunner.settings import RunnerSettings
 
 
-class CudaEvent:
-    """The end of a side-stream copy."""
+class CopyEvents:
+    """Two points of a copy on the side stream: begun, when the compute stream has what is copied; and its end, which is waited for.
 
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self._event = event
+    They belong to the copy's target and are recorded again for the next one, after the host has waited for the last.
+    """
 
-    def wait(self) -> None:
-        self._event.synchronize()
+    def __init__(self) -> None:
+        self.begun, self.end = torch.cuda.Event(), torch.cuda.Event()
+        self.wait: Callable[[], None] = self.end.synchronize
 
 
 class CudaDevice(Device):
@@ -43,6 +44,8 @@ class CudaDevice(Device):
         self.side = torch.cuda.Stream(self.torch_device)
         # What start-up wrote on the default stream must be there before the first step.
         self._started = False
+        self._on_compute, self._on_side = torch.cuda.stream(self.compute), torch.cuda.stream(self.side)
+        self._events: dict[PinnedBuffer, CopyEvents] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
     def pinned(self, num_bytes: int) -> PinnedBuffer:
@@ -52,7 +55,7 @@ class CudaDevice(Device):
         if not self._started:
             self.compute.wait_stream(torch.cuda.default_stream(self.torch_device))
             self._started = True
-        with torch.cuda.stream(self.compute), torch.inference_mode():
+        with self._on_compute:
             work()
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
@@ -68,16 +71,27 @@ class CudaDevice(Device):
         replay: Callable[[], None] = graph.replay
         return replay
 
+    def build(self, work: Sequence[Callable[[], None]]) -> None:
+        try:
+            from modelrunner.kernels.ahead import built_ahead
+        except ImportError:  # without Triton there is nothing to build
+            return
+        with built_ahead(self.torch_device):
+            for part in work:
+                with contextlib.suppress(Exception):
+                    self.launch(part)
+
     def forget_graphs(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()  # torch ends a pool with its last graph
 
     def download(self, source: Callable[[], torch.Tensor], target: PinnedBuffer) -> Event:
-        self.side.wait_stream(self.compute)
-        with torch.cuda.stream(self.side):
+        events = self._events.get(target) or self._events.setdefault(target, CopyEvents())
+        events.begun.record(self.compute)
+        self.side.wait_event(events.begun)
+        with self._on_side:
             copy_bytes(source(), target)
-            event = torch.cuda.Event()
-            event.record(self.side)
-        return CudaEvent(event)
+        events.end.record(self.side)
+        return events
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)

@@ -22,13 +22,14 @@ class Stage:
     inputs: arguments of the `sample` operation that this stage supplies, by name: the column of the same name, gathered for the step's
     rows.
     feature: the bit by which rows ask for the stage; GREEDY (no bit) for a stage that always acts.
-    A stage that edits logits (masks, bias, penalties) overrides `edit`; it runs before the draw, in the order of the sampler's stages.
+    A stage that edits logits overrides `edit`; it runs after the built-in edits (see `edits`) and before the draw, in the order of the
+    sampler's stages.
     """
 
     inputs: tuple[str, ...] = ()
     feature: Feature = Feature.GREEDY
 
-    def columns(self, settings: RunnerSettings) -> tuple[Column, ...]:
+    def columns(self, settings: RunnerSettings, vocab_size: int) -> tuple[Column, ...]:
         """H, at start-up. The columns this stage owns."""
         return ()
 

@@ -23,7 +23,7 @@ class Draw(Stage):
 
     inputs = ("seed", "choice")
 
-    def columns(self, settings: RunnerSettings) -> tuple[Column, ...]:
+    def columns(self, settings: RunnerSettings, vocab_size: int) -> tuple[Column, ...]:
         return (Column("seed", torch.int64), Column("choice", torch.int32))
 
     def row_values(self, request: Request) -> Mapping[str, int]:

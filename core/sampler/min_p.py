@@ -23,7 +23,7 @@ class MinP(Stage):
     inputs = ("min_p",)
     feature = Feature.FILTERED
 
-    def columns(self, settings: RunnerSettings) -> tuple[Column, ...]:
+    def columns(self, settings: RunnerSettings, vocab_size: int) -> tuple[Column, ...]:
         return (Column("min_p", torch.float32, default=0.0),)
 
     def row_values(self, request: Request) -> Mapping[str, float]:

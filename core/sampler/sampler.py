@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from modelrunner.batch import Feature
+from modelrunner.batch import EDITED, Feature
 from modelrunner.request_table import Column
+from modelrunner.sampler.allowed import Allowed
+from modelrunner.sampler.bad_words import BadWords
 from modelrunner.sampler.base import Stage
+from modelrunner.sampler.bias import Bias
 from modelrunner.sampler.draw import Draw
+from modelrunner.sampler.edits import EditStage
 from modelrunner.sampler.min_p import MinP
+from modelrunner.sampler.min_tokens import MinTokens
+from modelrunner.sampler.penalties import Penalties
 from modelrunner.sampler.stop_ids import StopIds
 from modelrunner.sampler.temperature import Temperature
 from modelrunner.sampler.top_k import TopK
@@ -23,29 +30,37 @@ if TYPE_CHECKING:
     from modelrunner.request import Request, SamplingParams
     from modelrunner.settings import RunnerSettings
 
+Result = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+EDITED_ROWS = 256  # rows whose logits are edited at a time: the copy is float32, 155 MB for a vocabulary of 151,936
+
 
 def default_stages() -> tuple[Stage, ...]:
     """Every built-in stage, in the order in which they act. Stages that edit logits belong before Temperature."""
-    return (Temperature(), MinP(), TopK(), TopP(), Draw(), StopIds())
+    return (Allowed(), Bias(), MinTokens(), BadWords(), Penalties(), Temperature(), MinP(), TopK(), TopP(), Draw(), StopIds())
 
 
 class Sampler:
-    """Composes stages. The host side asks every stage; the device side runs one `greedy` or one `sample` operation over the step's rows."""
+    """Composes stages. The host side asks every stage; the device side runs `edit_logits` if a row wants it, then one `greedy` or one
+    `sample` operation over the step's rows."""
 
     def __init__(self, ops: Ops, stages: Sequence[Stage]) -> None:
-        """Raises ValueError if two stages supply the same argument of `sample`."""
+        """Raises ValueError if two stages supply the same argument of `sample` or of `edit_logits`."""
         self.ops = ops
         self.stages = tuple(stages)
         self._inputs: dict[str, Feature] = {}
+        self._edits: dict[str, EditStage | None] = dict.fromkeys(("allowed", "bias", "stops", "bad_words", "penalties"))
         for stage in self.stages:
-            for name in stage.inputs:
-                if name in self._inputs:
-                    raise ValueError(f"two sampler stages supply {name!r}; each argument of the sample operation has one owner")
-                self._inputs[name] = stage.feature
+            taken = [name for name in stage.inputs if name in self._inputs]
+            if isinstance(stage, EditStage):
+                taken += [stage.argument] if self._edits[stage.argument] is not None else []
+                self._edits[stage.argument] = stage
+            if taken:
+                raise ValueError(f"two sampler stages supply {taken[0]!r}; each argument of an operation has one owner")
+            self._inputs.update(dict.fromkeys(stage.inputs, stage.feature))
 
-    def columns(self, settings: RunnerSettings) -> tuple[Column, ...]:
+    def columns(self, settings: RunnerSettings, vocab_size: int) -> tuple[Column, ...]:
         """H. Request-table columns of all stages."""
-        return tuple(column for stage in self.stages for column in stage.columns(settings))
+        return tuple(column for stage in self.stages for column in stage.columns(settings, vocab_size))
 
     def check(self, request: Request, settings: RunnerSettings) -> None:
         """H, at submission. Raises RequestError for a request that a stage cannot hold."""
@@ -66,23 +81,52 @@ class Sampler:
             found |= stage.features(params)
         return found
 
-    def sample(self, logits: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def sample(self, logits: torch.Tensor, batch: Batch) -> Result:
         """D, may be captured. Choose a token for every row; `batch.features` says what the rows ask for.
 
         logits: [N, V] in the model's dtype, left as they are. A row's token depends on its own logits and columns only.
         Returns tokens [N, 1] int64, num_tokens [N] int32 (1 where the row samples and its logits allow it), ok [N] bool.
         """
+        if batch.features & EDITED and batch.num_rows > EDITED_ROWS:
+            cuts = [slice(a, min(a + EDITED_ROWS, batch.num_rows)) for a in range(0, batch.num_rows, EDITED_ROWS)]
+            parts = [self._sample(logits[cut], rows_of(batch, cut)) for cut in cuts]
+            tokens, counts, ok = (torch.cat(pieces) for pieces in zip(*parts, strict=True))
+        else:
+            tokens, counts, ok = self._sample(logits, batch)
+        return tokens.unsqueeze(1), counts, ok
+
+    def _sample(self, logits: torch.Tensor, batch: Batch) -> Result:
         features = batch.features
+        if features & EDITED:
+            logits = self._edit(logits, batch)
         for stage in self.stages:
             if stage.feature == Feature.GREEDY or stage.feature & features:
                 logits = stage.edit(logits, batch)
         if features & Feature.PLAIN:
             columns = {name: self._column(name, feature, batch) for name, feature in self._inputs.items()}
-            tokens, counts, ok = self.ops.sample_rows(logits, batch.rows, batch.samples, batch.computed, batch.query_len, **columns)
-        else:
-            tokens, counts, ok = self.ops.greedy_rows(logits, batch.samples)
-        return tokens.unsqueeze(1), counts, ok
+            drawn: Result = self.ops.sample_rows(logits, batch.rows, batch.samples, batch.computed, batch.query_len, **columns)
+            return drawn
+        best: Result = self.ops.greedy_rows(logits, batch.samples)
+        return best
+
+    def _edit(self, logits: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """A copy of the logits with what the built-in stages change."""
+        columns = batch.columns
+        known, prompt_len, token_ids = columns["known"], columns["prompt_len"], columns["token_ids"]
+        asked = {name: stage for name, stage in self._edits.items() if stage is not None and stage.feature & batch.features}
+        if "penalties" in asked:
+            seats, counted, counts = columns["token_counts"], columns["counted"], columns["token_counts.seats"]
+            self.ops.count_tokens(batch.rows, batch.samples, seats, counted, prompt_len, known, token_ids, counts)
+        given = [asked[name].given(columns) if name in asked else None for name in self._edits]
+        edited: torch.Tensor = self.ops.edit_logits(logits, batch.rows, known, prompt_len, token_ids, *given)
+        return edited
 
     def _column(self, name: str, feature: Feature, batch: Batch) -> torch.Tensor | None:
         """The column `name`; None if its stage is not asked for."""
         return batch.columns[name] if feature == Feature.GREEDY or feature & batch.features else None
+
+
+def rows_of(batch: Batch, cut: slice) -> Batch:
+    """The batch as a sampler stage sees it, of some of its rows."""
+    names = ("rows", "query_len", "computed", "seq_len", "num_accepted", "samples", "sample_index")
+    return replace(batch, num_rows=cut.stop - cut.start, **{name: getattr(batch, name)[cut] for name in names})

@@ -23,7 +23,7 @@ PADDING = -1  # no token id
 class StopIds(Stage):
     """A seated list: `stop_token_ids` and, unless `ignore_eos`, the model's end-of-sequence ids. The state update reads it."""
 
-    def columns(self, settings: RunnerSettings) -> tuple[Column, ...]:
+    def columns(self, settings: RunnerSettings, vocab_size: int) -> tuple[Column, ...]:
         seats = settings.sampler.stop_seats
         width = settings.sampler.max_stop_token_ids
         return (Column("stop_ids", torch.int32, width, PADDING, seats=settings.scheduler.max_rows if seats is None else seats),)

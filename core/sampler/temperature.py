@@ -23,7 +23,7 @@ class Temperature(Stage):
 
     inputs = ("temperature",)
 
-    def columns(self, settings: RunnerSettings) -> tuple[Column, ...]:
+    def columns(self, settings: RunnerSettings, vocab_size: int) -> tuple[Column, ...]:
         return (Column("temperature", torch.float32),)
 
     def row_values(self, request: Request) -> Mapping[str, float]:

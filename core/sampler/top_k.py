@@ -25,7 +25,7 @@ class TopK(Stage):
     inputs = ("top_k",)
     feature = Feature.FILTERED
 
-    def columns(self, settings: RunnerSettings) -> tuple[Column, ...]:
+    def columns(self, settings: RunnerSettings, vocab_size: int) -> tuple[Column, ...]:
         return (Column("top_k", torch.int32, default=0),)
 
     def row_values(self, request: Request) -> Mapping[str, int]:

@@ -25,7 +25,7 @@ class TopP(Stage):
     inputs = ("top_p",)
     feature = Feature.FILTERED
 
-    def columns(self, settings: RunnerSettings) -> tuple[Column, ...]:
+    def columns(self, settings: RunnerSettings, vocab_size: int) -> tuple[Column, ...]:
         return (Column("top_p", torch.float32, default=1.0),)
 
     def row_values(self, request: Request) -> Mapping[str, float]:

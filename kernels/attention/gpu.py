@@ -9,6 +9,7 @@ import torch
 
 from modelrunner.kernels.attention.decode import COMBINE_FLOATS, decode_attention, decode_rows
 from modelrunner.kernels.attention.device import next_power_of_2
+from modelrunner.kernels.attention.gather import BLOCK, copy_pages, gather_pages
 from modelrunner.kernels.attention.prefill import prefill_attention, prefill_rows
 from modelrunner.kernels.attention.rope_write import norm_rotate_write, qkv_rope_write
 from modelrunner.kernels.attention.work_list import (
@@ -88,6 +89,7 @@ OVERRIDES: dict[str, Callable[..., Any]] = {
     "indexed_attention": indexed_attention,
     "paged_attention": paged_attention,
     "write_cache": write_cache,
+    "gather_pages": gather_pages,
     "qkv_rope_write": qkv_rope_write,
 }
 
@@ -144,6 +146,13 @@ def _qkv_build(kind: str, heads: int, kv_heads: int, dim: int, block: int, norm:
     return Build(norm_rotate_write, signature, constants | blocks, num_warps=1 if block <= 4 else 4, divisible=steps)
 
 
+def _gather_build(kind: str, token: int) -> Build:
+    values = dict.fromkeys(("out_ptr", "cache_ptr"), f"*{kind}")
+    lists = dict.fromkeys(("table_ptr", "starts_ptr", "lengths_ptr"), "*i32")
+    signature = values | lists | dict.fromkeys(("table_row", "page_rows"), "i32")
+    return Build(copy_pages, signature, {"PAGE": 16, "TOKEN": token, "BLOCK": BLOCK}, num_warps=8, divisible=("table_row", "page_rows"))
+
+
 def _list_builds() -> list[Build]:
     pointers = ("items_ptr", "tiles_ptr", "count_ptr", "arrivals_ptr", "query_start_ptr", "query_len_ptr", "seq_len_ptr", "sorted_ptr")
     numbers = ("num_rows", "capacity", "window", "num_tokens")
@@ -170,5 +179,6 @@ BUILDS = [
     _qkv_build("bf16", 16, 8, 128, 4, True),
     _qkv_build("bf16", 16, 8, 128, 16, True),
     _qkv_build("fp32", 9, 3, 64, 16, False),
+    _gather_build("bf16", 2 * 8 * 128),
     *_list_builds(),
 ]

@@ -34,6 +34,26 @@ def _write(cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: torch.Te
     view[0].zero_()
 
 
+def gather_pages(
+    cache: torch.Tensor, block_table: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor, out: torch.Tensor, *, max_tokens: int
+) -> None:
+    """Copy the keys and values of N rows out of their pages, token by token, for attention that reads contiguous memory.
+
+    cache: [num_pages, tokens_per_page, 2, HK, D]. block_table: [N, P] int32. starts: [N+1] int32, ascending: a row's first token in out.
+    lengths: [N] int32 tokens of each row, of which no more are copied than there is room for. Tokens between a row's last and the next
+    row's first become zeros. max_tokens: bounds the distance of two starts. out: [S, 2, HK, D], contiguous; changed up to starts[N].
+    """
+    token = torch.arange(out.shape[0], dtype=torch.int32, device=out.device)
+    row = torch.searchsorted(starts[1:].contiguous(), token, right=True).clamp_(max=lengths.shape[0] - 1)
+    place = token - starts[row]
+    there = place < lengths[row]
+    page_tokens = cache.shape[1]
+    page = block_table[row, torch.where(there, place // page_tokens, 0)]
+    source = torch.where(there, page.long() * rows_per_page(cache) + place % page_tokens, 0)
+    copied = token_rows(cache).index_select(0, source).view(out.shape).masked_fill_(~there.view(-1, 1, 1, 1), 0.0)
+    out.copy_(torch.where((token < starts[-1]).view(-1, 1, 1, 1), copied, out))
+
+
 def paged_attention(
     q: torch.Tensor,
     cache: torch.Tensor,

@@ -24,6 +24,7 @@ ITEM = 8  # int32 words of an item, see the kernels
 BINS = 8  # lengths that last chunks are sorted into, longest first
 PARTIAL_BYTES = 32 << 20  # of partial results; beyond it chunks grow
 MAX_BLOCK = 1024  # items written at a time
+MIXED_ROWS = 1024  # of a list of a step with prompts, at least: such steps have any number of rows, and each power of two is a build
 
 
 @dataclass(frozen=True)
@@ -291,8 +292,9 @@ def build_work(
     rows, prefill = query_len.shape[0], None
     shape = (rows, decode_query, num_kv_heads, group, head_dim)
     config = decode_config or choose_decode(rows, head_dim, dtype)
-    decode = _decode_list(config, shape, query_start, query_len, seq_len, max_seq_len, window)
-    if num_tokens > num_decode * decode_query:
+    mixed = num_tokens > num_decode * decode_query
+    decode = _decode_list(config, shape, query_start, query_len, seq_len, max_seq_len, window, MIXED_ROWS if mixed else 1)
+    if mixed:
         tiles = prefill_config or choose_prefill(head_dim, dtype)
         prefill = _prefill_list(tiles, group, decode_query, query_start, query_len, seq_len, num_tokens, window)
     return AttentionWork(num_kv_heads, rows_per_page(cache), window, slots, block_table, decode, prefill)
@@ -330,6 +332,7 @@ def _decode_list(
     seq_len: torch.Tensor,
     max_seq_len: int,
     window: int | None,
+    least_block: int,
 ) -> DecodeList:
     rows, queries, num_kv_heads, group, head_dim = shape
     device = query_len.device
@@ -342,7 +345,7 @@ def _decode_list(
     small = torch.empty(1 + rows * num_kv_heads, dtype=torch.int32, device=device)
     partial = torch.empty((max(capacity, 1), num_kv_heads, queries * group, head_dim), dtype=torch.float32, device=device)
     weights = torch.empty((max(capacity, 1), num_kv_heads, queries * group, 2), dtype=torch.float32, device=device)
-    block = next_power_of_2(rows)
+    block = max(next_power_of_2(rows), least_block)
     decode_items[(1,)](
         items,
         small,
@@ -359,7 +362,7 @@ def _decode_list(
         NUM_KV=num_kv_heads,
         BLOCK_ROWS=block,
         BLOCK_CHUNKS=max(1, MAX_BLOCK // block),
-        NUM_BINS=BINS if rows > 16 else 1,
+        NUM_BINS=BINS if rows > 16 or least_block > 1 else 1,
         num_warps=4 if block <= 1024 else 16,
     )
     return DecodeList(config, rows, queries, items, small[:1], small[1:], partial, weights)
@@ -382,7 +385,7 @@ def _prefill_list(
     unsorted = torch.empty((capacity, ITEM), dtype=torch.int32, device=device)
     tiles = torch.empty_like(unsorted)
     count = torch.empty(1, dtype=torch.int32, device=device)
-    block = next_power_of_2(rows)
+    block = max(next_power_of_2(rows), MIXED_ROWS)
     prefill_tiles[(1,)](
         unsorted,
         count,

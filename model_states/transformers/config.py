@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,8 @@ def reason_against(card: ModelCard, settings: RunnerSettings) -> str:
 
 def reason_against_architecture(card: ModelCard) -> str:
     """Why transformers' class cannot be used, judged by its lists and the text of its source file."""
+    if (source := source_without_import(card)) is not None:
+        return reason_against_source(card, source)
     from transformers import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -46,7 +49,30 @@ def reason_against_architecture(card: ModelCard) -> str:
     if architecture not in ((known,) if isinstance(known, str) else tuple(known)):
         return f"{architecture} is not transformers' causal decoder of model_type {card.model_type!r} ({known or 'it has none'})"
     file = modeling_file(card.model_type)
-    source = "" if file is None else file.read_text(encoding="utf-8")
+    return reason_against_source(card, "" if file is None else file.read_text(encoding="utf-8"))
+
+
+def source_without_import(card: ModelCard) -> str | None:
+    """The text of the class's file, if it is plain that transformers has the architecture as a causal decoder of the card's type.
+
+    Read off transformers' files, since importing it takes seconds. None: not plain, or transformers has been imported already.
+    """
+    architecture = next(iter(card.architectures), "")
+    spec = None if "transformers" in sys.modules or card.config.get("is_encoder_decoder") else importlib.util.find_spec("transformers")
+    if spec is None or spec.origin is None or not (architecture and card.model_type):
+        return None
+    models, folder = Path(spec.origin).parent / "models", card.model_type.replace("-", "_")
+    listing, file = models / "auto" / "modeling_auto.py", models / folder / f"modeling_{folder}.py"
+    if not (listing.is_file() and file.is_file()):
+        return None
+    _, _, causal = listing.read_text(encoding="utf-8").partition("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES = OrderedDict(")
+    causal = causal.partition("\n)\n")[0]
+    return file.read_text(encoding="utf-8") if f'("{card.model_type}", "{architecture}")' in causal else None
+
+
+def reason_against_source(card: ModelCard, source: str) -> str:
+    """Why the class cannot be used, judged by the card's layers and the text of its source file."""
+    architecture = next(iter(card.architectures), "")
     others = sorted(set(card.config.get("layer_types") or ()).difference(ATTENTION_LAYERS))
     if others:
         return f"{architecture} has layers of type {', '.join(others)}; only those of type {' and '.join(ATTENTION_LAYERS)} run"

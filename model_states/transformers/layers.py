@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from modelrunner.attention import BoundAttention
+from modelrunner.model_states.transformers.experts import experts_function
 from modelrunner.model_states.transformers.probe import AttentionCall, DecoderPlan, attention_function
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class SplitModel:
-    """`hidden` and `logits` of one model. name: the attention implementation that its configuration asks for."""
+    """`hidden` and `logits` of one model. name: the implementation of attention (and experts) that its configuration asks for."""
 
     def __init__(self, model: PreTrainedModel, plan: DecoderPlan, name: str) -> None:
         self.plan = plan
@@ -33,7 +34,7 @@ class SplitModel:
     def hidden(self, positions: torch.Tensor, attend: Callable[..., Any], **inputs: torch.Tensor) -> torch.Tensor:
         """positions [T]; inputs: `inputs_embeds` [T, H] or `input_ids` [T]; attend: the attention function. Returns [T, H], normalised."""
         batched = {name: tensor.unsqueeze(0) for name, tensor in inputs.items()}
-        with attention_function(self.name, attend):
+        with attention_function(self.name, attend), experts_function(self.name):
             output = self.decoder(**batched, position_ids=positions.unsqueeze(0), use_cache=False)
         return cast(torch.Tensor, output.last_hidden_state[0])
 

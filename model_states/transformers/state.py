@@ -13,6 +13,7 @@ from modelrunner.batch import Batch
 from modelrunner.checkpoint import ModelCard
 from modelrunner.model_state import BuildContext, ModelState, Needs, No, Tap, Yes
 from modelrunner.model_states.transformers.config import hf_config, longest
+from modelrunner.model_states.transformers.experts import experts_function, grouped_product_waits
 from modelrunner.model_states.transformers.layers import PagedCalls, SplitModel, refuse_mixing
 from modelrunner.model_states.transformers.probe import DecoderPlan, create, follow, new_name
 from modelrunner.model_states.transformers.weights import PatternWeightMap, map_weights
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 UNSUPPORTED = {
-    "graphs": "transformers' own Python runs in every step, and parts of it (experts, for one) may wait for the device",
+    "graphs": "transformers' own Python runs in every step, and parts of it may wait for the device",
     "taps": "the layers are transformers' own, and name no points where hidden states could be read or changed",
 }
 
@@ -31,7 +32,8 @@ UNSUPPORTED = {
 class TransformersState(ModelState):
     """transformers' own modules, with attention on the paged cache: one cache group for the layers that ask the same of it.
 
-    The linear layers stay torch's. transformers' attention table is touched only while a forward runs, under a name of this state's own.
+    The linear layers stay torch's. transformers' tables of attention and experts are touched only while the model is made or runs, under
+    a name of this state's own.
     """
 
     module: PreTrainedModel
@@ -70,7 +72,9 @@ class TransformersState(ModelState):
         if ctx.linear.scheme.name != "plain":
             raise ValueError(f"linear.scheme is {ctx.linear.scheme.name!r}, but the linear layers are torch's own; only plain fits")
         name = new_name()
-        model = create(self.card.architectures[0], self.config, name, ctx.dtype, ctx.device)
+        with experts_function(name):
+            experts = {"experts_implementation": name} if grouped_product_waits(ctx.device, ctx.dtype) else {}
+            model = create(self.card.architectures[0], self.config, name, ctx.dtype, ctx.device, **experts)
         keep_wide(model, ctx.dtype)
         self.split = SplitModel(model, self.plan, name)
         self.names = map_weights(model)

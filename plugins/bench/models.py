@@ -23,6 +23,9 @@ QWEN3: dict[str, Any] = {
     "rope_theta": 1_000_000,
     "torch_dtype": "bfloat16",
     "vocab_size": 151936,
+    "use_sliding_window": False,
+    "sliding_window": None,
+    "max_window_layers": 28,
     "bos_token_id": 151643,
     "eos_token_id": 151645,
 }

@@ -65,7 +65,7 @@ def stream(engine: Engine, jobs: Sequence[Job], later: Sequence[Job], every: int
     params = [sampling(job, temperature) for job in every_job]
     ended: dict[int, RequestOutput] = {}
     watched: list[tuple[float, Int32Array]] = []
-    stats, known = engine.scheduler.stats, engine.scheduler.rows.known
+    stats = engine.scheduler.stats
 
     def submit(place: int) -> None:
         engine.add_request(str(place), {"prompt_token_ids": list(every_job[place].prompt)}, params[place])
@@ -93,7 +93,7 @@ def stream(engine: Engine, jobs: Sequence[Job], later: Sequence[Job], every: int
             committed = stats.steps
             step()
             if stats.steps != committed and not ended.keys() & set(range(len(jobs))):
-                watched.append((perf_counter(), known[rows]))
+                watched.append((perf_counter(), engine.scheduler.rows.known[rows]))
         end = perf_counter()
     if stats.preemptions != preempted:
         raise ModelRunnerError(f"{stats.preemptions - preempted} requests lost their row: the cache is too small for `mixed`")

@@ -20,9 +20,9 @@ def params(s: int) -> SamplingParams:
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("prefix", [False, True])
-def test_preempted_and_resumed_requests_give_the_same_tokens(depth: int, prefix: bool) -> None:
+def test_preempted_and_resumed_requests_give_the_same_tokens(depth: int, prefix: bool, device: str) -> None:
     subject = dense()
-    driver = Driver(subject.engine(depth=depth, prefix=prefix, pages=12, tokens=32, device="deferred_cpu", device_seed=depth))
+    driver = Driver(subject.engine(depth=depth, prefix=prefix, pages=12, tokens=32, device=device, device_seed=depth))
     probe = EngineProbe(driver)
     probe.poison_freed_pages()
     for s in range(REQUESTS):

@@ -11,9 +11,9 @@ PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_prompt_that_is_wholly_in_the_cache(depth: int) -> None:
+def test_a_prompt_that_is_wholly_in_the_cache(depth: int, device: str) -> None:
     subject = dense()
-    driver = Driver(subject.engine(depth=depth, device="deferred_cpu"))
+    driver = Driver(subject.engine(depth=depth, device=device))
     probe = EngineProbe(driver)
     probe.poison_freed_pages()
 
@@ -35,9 +35,9 @@ def test_a_prompt_that_is_wholly_in_the_cache(depth: int) -> None:
     probe.assert_clean()
 
 
-def test_two_cold_twins_at_the_same_time() -> None:
+def test_two_cold_twins_at_the_same_time(device: str) -> None:
     subject = dense()
-    driver = Driver(subject.engine(depth=2, tokens=16, device="deferred_cpu"))
+    driver = Driver(subject.engine(depth=2, tokens=16, device=device))
     for name in ("a", "b"):
         driver.add(name, P(32, 1), PARAMS)
     driver.finish()

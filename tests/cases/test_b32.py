@@ -15,9 +15,9 @@ PROMPTS = [P(n, s) for s, n in enumerate([20, 31, 32, 33, 48, 64, 65, 90, 111, 1
 
 
 @pytest.mark.parametrize(("model", "pages"), [(dense, 56), (hybrid, 112)])  # the latter's pages are of two groups
-def test_cold_and_warm_runs_agree(model: Callable[[], Subject], pages: int) -> None:
+def test_cold_and_warm_runs_agree(model: Callable[[], Subject], pages: int, device: str) -> None:
     subject = model()
-    driver = Driver(subject.engine(depth=2, pages=pages, rows=8, device="deferred_cpu"))
+    driver = Driver(subject.engine(depth=2, pages=pages, rows=8, device=device))
     probe = EngineProbe(driver)
     probe.poison_freed_pages()
 

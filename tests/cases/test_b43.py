@@ -20,14 +20,15 @@ def pages(driver: Driver, *groups: str) -> set[int]:
 
 @pytest.mark.parametrize("end", ["finished", "aborted", "preempted"])
 @pytest.mark.parametrize("chunk", [1, 2, 16])
-def test_a_reused_state_starts_from_zero(chunk: int, end: str) -> None:
+def test_a_reused_state_starts_from_zero(chunk: int, end: str, device: str) -> None:
     """One row; memory is full of NaN at the start and wherever it is freed, so a state that is not new spoils every logit."""
     subject = hybrid()
-    driver = Driver(subject.engine(rows=1, pages=7, tokens=chunk, prefix=False, policy="priority", device="deferred_cpu"))
+    driver = Driver(subject.engine(rows=1, pages=7, tokens=chunk, prefix=False, policy="priority", device=device))
     probe = EngineProbe(driver)
     probe.poison_freed_pages()
     for cache in driver.engine.runner.parts.caches.values():
         cache[1:] = torch.nan
+    driver.engine.assembly.device.synchronize()
     for n in (1, 3, 16, 17):
         driver.add(f"a{n}", P(30, 1), PARAMS, priority=1)
         driver.step_until(lambda n=n: driver.num_tokens(f"a{n}") >= 5)

@@ -17,6 +17,9 @@ from modelrunner.ops import Ops, Registry
 from modelrunner.plugins import reference_kernels
 from modelrunner.request import Request, SamplingParams
 from modelrunner.sampler import Sampler, Stage, default_stages
+from modelrunner.sampler import sampler as sampler_module
+from modelrunner.sampler.penalties import Penalties
+from modelrunner.sampler.temperature import Temperature
 from modelrunner.settings import load_settings
 
 VOCAB = 331
@@ -42,7 +45,7 @@ def batch_of(sampler: Sampler, requests: list[Request], **fields: Any) -> Batch:
     """A decode batch, one row each, in reversed table rows, with the sampler's columns filled as the table would."""
     n = len(requests)
     columns = {}
-    for column in sampler.columns(SETTINGS):
+    for column in sampler.columns(SETTINGS, VOCAB):
         if column.seats is None:
             values = [sampler.row_values(r).get(column.name, column.default) for r in reversed(requests)]
             columns[column.name] = torch.tensor(values, dtype=column.dtype)
@@ -70,7 +73,7 @@ def batch_of(sampler: Sampler, requests: list[Request], **fields: Any) -> Batch:
 
 
 def test_columns(sampler: Sampler) -> None:
-    found = {c.name: (c.dtype, c.width, c.default, c.seats) for c in sampler.columns(SETTINGS)}
+    found = {c.name: (c.dtype, c.width, c.default, c.seats) for c in sampler.columns(SETTINGS, VOCAB)}
     assert found == {
         "temperature": (torch.float32, 1, 0, None),
         "min_p": (torch.float32, 1, 0.0, None),
@@ -79,6 +82,16 @@ def test_columns(sampler: Sampler) -> None:
         "seed": (torch.int64, 1, 0, None),
         "choice": (torch.int32, 1, 0, None),
         "stop_ids": (torch.int32, 4, -1, 12),
+        "allowed_ids": (torch.int32, 11, 0, 12),
+        "logit_bias": (torch.int32, 1024, -1, 12),
+        "min_total": (torch.int32, 1, 0, None),
+        "bad_words": (torch.int32, 1024, -1, 12),
+        "prompt_len": (torch.int32, 1, 0, None),
+        "counted": (torch.int32, 1, 0, None),
+        "repetition_penalty": (torch.float32, 1, 1.0, None),
+        "presence_penalty": (torch.float32, 1, 0, None),
+        "frequency_penalty": (torch.float32, 1, 0, None),
+        "token_counts": (torch.int32, VOCAB, 0, 12),
     }
 
 
@@ -87,7 +100,20 @@ def test_row_values(sampler: Sampler) -> None:
     stop_ids = values.pop("stop_ids")
     assert stop_ids.dtype == np.int32
     assert sorted(stop_ids.tolist()) == [2, 4, 9]
-    assert values == {"temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "seed": 1, "choice": 0}
+    assert values == {"temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "seed": 1, "choice": 0, "prompt_len": 2}
+
+
+def test_only_rows_that_ask_need_seats(sampler: Sampler) -> None:
+    seated = {"allowed_ids", "logit_bias", "bad_words", "token_counts"}
+    assert not seated & sampler.row_values(request()).keys()
+    assert seated & sampler.row_values(request(presence_penalty=-0.5)).keys() == {"token_counts"}
+    assert seated & sampler.row_values(request(logit_bias={3: 1}, allowed_token_ids=[3])).keys() == {"allowed_ids", "logit_bias"}
+
+
+def test_penalty_seats_are_bounded_by_memory(sampler: Sampler) -> None:
+    wide = load_settings({"scheduler": {"max_rows": 1024}})
+    seats = {vocab: next(c.seats for c in sampler.columns(wide, vocab) if c.name == "token_counts") for vocab in (VOCAB, 151_936)}
+    assert seats == {VOCAB: 1024, 151_936: (128 << 20) // (4 * 151_936)}
 
 
 def test_ignoring_eos_leaves_the_stop_token_ids(sampler: Sampler) -> None:
@@ -209,8 +235,9 @@ def test_a_new_stage_slots_in_without_touching_the_others() -> None:
 
 def test_two_stages_cannot_supply_the_same_argument() -> None:
     stages = default_stages()
-    with pytest.raises(ValueError, match="'temperature'"):
-        Sampler(reference_ops(), (*stages, stages[0]))
+    for name, stage in (("temperature", Temperature()), ("penalties", Penalties())):
+        with pytest.raises(ValueError, match=f"'{name}'"):
+            Sampler(reference_ops(), (*stages, stage))
 
 
 def test_what_counts_as_greedy_is_said_once() -> None:
@@ -222,3 +249,20 @@ def test_what_counts_as_greedy_is_said_once() -> None:
     edge = modelrunner.kernels.sampling.reference.GREEDY_TEMPERATURE
     kinds = [Sampler(reference_ops(), default_stages()).features(SamplingParams(temperature=t)) for t in (edge, edge * 1.01)]
     assert kinds == [Feature.GREEDY, Feature.PLAIN]
+
+
+def test_many_edited_rows_go_in_slices(sampler: Sampler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The result is that of all rows at once."""
+    rows = [request(seed=seed, min_tokens=seed % 3, temperature=0.5 * (seed % 2)) for seed in range(11)]
+    batch = batch_of(sampler, rows, features=Feature.PLAIN | Feature.KEPT_GOING)
+    known = torch.full((11,), 3, dtype=torch.int32)
+    stops = {"stop_ids": torch.arange(11, dtype=torch.int32), "stop_ids.seats": torch.randint(0, VOCAB, (12, 40), dtype=torch.int32)}
+    batch.columns = {**batch.columns, **stops, "known": known, "token_ids": torch.zeros(11, 20, dtype=torch.int32)}
+    logits = torch.randn(11, VOCAB)
+    whole = sampler.sample(logits, batch)
+    monkeypatch.setattr(sampler_module, "EDITED_ROWS", 4)
+    for got, want in zip(sampler.sample(logits, batch), whole, strict=True):
+        assert torch.equal(got, want)
+    banned = stops["stop_ids.seats"][:11]
+    for place, token in enumerate(reversed(whole[0][:, 0].tolist())):
+        assert rows[::-1][place].params.min_tokens < 2 or token not in banned[place]

@@ -15,9 +15,9 @@ from modelrunner.token_budget import TokenBudget
     [
         (0, 3, 100),  # nobody is held up
         (4, 0, 100),
-        (4, 5, 100),  # more wait for their prompts than for their next tokens
-        (4, 4, 20),
-        (10, 1, 20),
+        (11, 3, 100),  # few decode beside so many prompts
+        (8, 2, 20),
+        (4, 1, 20),
         (15, 1, 25),  # prompts keep half of it
         (95, 1, 100),
     ],
@@ -44,22 +44,22 @@ def run(world: World, requests: list[Request], late: Request, after: int) -> lis
 
 @pytest.mark.parametrize("depth", [1, 3])
 def test_a_late_prompt_comes_in_small_chunks(depth: int) -> None:
-    world = World(budget=32, depth=depth, options={"max_mixed_tokens": 6})
-    early = [request("a", prompt(3, 1), 30), request("b", prompt(4, 2), 30)]
+    world = World(budget=32, depth=depth, max_rows=5, pages=60, options={"max_mixed_tokens": 6})
+    early = [request(f"r{k}", prompt(3 + k % 2, k), 30) for k in range(4)]
     late = request("c", prompt(30, 3), 2)
     steps = run(world, early, late, after=4)
-    assert steps[0] == (0, 7)
+    assert steps[0] == (0, 14)
     beside = [tokens for rows, tokens in steps[1:] if tokens]
-    assert beside == [4] * 7 + [2]
+    assert beside == [3] * 10
     for each in (*early, late):
         expect(each)
 
 
 def test_without_chunks_it_does_not_count() -> None:
-    world = World(budget=32, depth=1, options={"max_mixed_tokens": 6, "chunked_prefill": False})
+    world = World(budget=34, depth=1, max_rows=5, pages=60, options={"max_mixed_tokens": 6, "chunked_prefill": False})
     late = request("c", prompt(30, 3), 2)
-    steps = run(world, [request("a", prompt(3, 1), 20)], late, after=4)
-    assert (1, 30) in steps
+    steps = run(world, [request(f"r{k}", prompt(3, k), 20) for k in range(4)], late, after=4)
+    assert (4, 30) in steps
     expect(late)
 
 

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 
 from modelrunner import Engine, SamplingParams, Tap, hookimpl
-from modelrunner.batch import Batch, Feature
+from modelrunner.batch import Batch, Feature, Plan
 from modelrunner.graphs import Key, decode_buckets, token_buckets
+from modelrunner.step_buffers import Shape
 from modelrunner.testing import ByteTokenizerPlugin, Driver, EngineProbe, P, assert_same, dense, options, ref, tiny_dense
 
 GREEDY = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True)
@@ -123,6 +124,64 @@ def test_steps_with_taps_are_no_graphs() -> None:
     for k in range(4):
         plain = list(ref(dense(), P(9 + 7 * k, k), GREEDY).token_ids)
         assert (told[1][k] == plain) == (k % 2 == 0), "otherwise nothing was tapped, or everybody"
+
+
+def count_packs(driver: Driver) -> list[tuple[bool, int]]:
+    """What is sent from now on: (whether the rows, runs of the patch)."""
+    runner, sent = driver.engine.runner, list[tuple[bool, int]]()
+    pack = runner._pack
+
+    def counted(plan: Plan, shape: Shape, entry: int, *, rows: bool) -> Callable[[], None]:
+        sent.append((rows, plan.patch.dst.size))
+        return pack(plan, shape, entry, rows=rows)
+
+    runner._pack = counted  # type: ignore[method-assign]
+    return sent
+
+
+@pytest.mark.parametrize("captures", [False, True])
+def test_a_step_like_the_last_one_sends_its_patch_only(captures: bool) -> None:
+    driver = start(2, pages=40, captures=captures)
+    requests = [(P(8 + k, k), SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)) for k in range(3)]
+    for k, (prompt, params) in enumerate(requests):
+        driver.add(str(k), prompt, params)
+    for _ in range(4):
+        driver.step()
+    sent = count_packs(driver)
+    for _ in range(16):
+        driver.step()
+    assert sent == [(False, 1)] * 6, "each of three rows fills two pages, at steps of its own"
+    driver.add("late", P(5, 9), GREEDY)
+    driver.step()
+    assert len(sent) > 6
+    assert sent[6][0], "who comes is sent with all rows"
+    driver.finish()
+    for k, (prompt, params) in enumerate(requests):
+        assert_same(dense(), prompt, params, driver.result(str(k)))
+    assert_same(dense(), P(5, 9), GREEDY, driver.result("late"))
+
+
+@pytest.mark.parametrize("captures", [False, True])
+def test_after_a_failed_launch_the_rows_are_sent_again(captures: bool) -> None:
+    driver = start(2, captures=captures)
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    driver.add("a", P(9, 1), params)
+    for _ in range(6):
+        driver.step()
+    device, sent = driver.engine.assembly.device, count_packs(driver)
+    launch = device.launch
+
+    def fail(work: object) -> None:
+        device.launch = launch  # type: ignore[method-assign]
+        raise OSError("planted")
+
+    device.launch = fail  # type: ignore[method-assign]
+    with pytest.raises(OSError, match="planted"):
+        driver.step()
+    driver.step()
+    assert sent[-1][0]
+    driver.finish()
+    assert_same(dense(), P(9, 1), params, driver.result("a"))
 
 
 def test_start_up_captures_and_tells() -> None:

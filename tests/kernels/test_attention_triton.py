@@ -276,6 +276,6 @@ def test_steps_without_live_rows() -> None:
     make_step([(4, 0), (9, 0)]).check()
 
 
-@pytest.mark.parametrize("op", ["write_cache", "paged_attention"])
+@pytest.mark.parametrize("op", ["write_cache", "gather_pages", "paged_attention"])
 def test_conformance_cases(op: str) -> None:
-    agree(op, OVERRIDES, {name: getattr(reference, name) for name in ("write_cache", "paged_attention")})
+    agree(op, OVERRIDES, {name: getattr(reference, name) for name in ("write_cache", "gather_pages", "paged_attention")})

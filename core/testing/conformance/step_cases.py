@@ -289,6 +289,17 @@ def write_cache(ops: Any, draw: Draw, size: Size) -> Any:
     return made.arena
 
 
+def gather_pages(ops: Any, draw: Draw, size: Size) -> Any:
+    """What rows have in the cache, with some room after it; what comes after the last row stays."""
+    made = Paged(draw, size)
+    lengths = made.batch["computed"]
+    room = lengths + draw.integers(0, 2 * size.page, lengths.shape[0], dtype=torch.int32)
+    starts = torch.cat((room.new_zeros(1), room.cumsum(0, dtype=torch.int32)))
+    out = draw.unwritten(int(starts[-1]) + 5, 2, KV_HEADS, DIM)
+    ops.gather_pages(made.cache, made.table, starts, lengths, out, max_tokens=int(room.max()))
+    return out
+
+
 STEPS = tuple((size,) for size in SIZES)
 DRAFTS = tuple((size, draft) for size in SIZES[1:4] for draft in (0, 3))
 ROTATIONS = tuple((size, rotary, normed) for size in SIZES[::2] for rotary, normed in ((DIM, True), (8, False)))
@@ -303,6 +314,7 @@ STEP_CASES: dict[str, tuple[Any, Any]] = {
     "slot_mapping": (slot_mapping, STEPS),
     "gather_step": (gather_step, STEPS),
     "write_cache": (write_cache, STEPS),
+    "gather_pages": (gather_pages, STEPS),
     "paged_attention": (paged_attention, STEPS),
     "attention_index": (indexed_attention, STEPS),
     "indexed_write": (indexed_attention, STEPS),

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.olmo2.modeling_olmo2 import Olmo2MLP, Olmo2Model
@@ -20,6 +21,7 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2MLP, Olmo2Model
 from modelrunner import LLM, SamplingParams
 from modelrunner.errors import CheckpointError, PluginError
 from modelrunner.model_state import FullAttention, SlidingWindow
+from modelrunner.model_states.transformers import experts, state
 from modelrunner.testing.conformance.lab import transformers_checkpoint
 from tests.model_states.transformers.configs import config
 
@@ -144,7 +146,7 @@ def unchanged() -> Iterator[None]:
     """transformers' and torch's own tables and defaults are afterwards what they were before."""
 
     def state() -> list[Any]:
-        tables = [dict(ALL_ATTENTION_FUNCTIONS), dict(ALL_MASK_ATTENTION_FUNCTIONS)]
+        tables = [dict(table) for table in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS, ALL_EXPERTS_FUNCTIONS)]
         return [*tables, torch.get_default_dtype(), torch.get_default_device(), PreTrainedModel.init_weights, torch.nn.init.normal_]
 
     before = state()
@@ -180,6 +182,45 @@ def test_engines_in_two_threads_do_not_meet(save: Callable[..., Path]) -> None:
     for thread in threads:
         thread.join()
     assert found == [[want] * 4] * 2
+
+
+# ---- experts on a GPU ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gathered_bytes", [1, 1 << 28])
+@pytest.mark.parametrize("model_type", ["mixtral", "gpt_oss"])
+def test_experts_gathered_in_parts_give_the_same(
+    save: Callable[..., Path], unchanged: None, monkeypatch: pytest.MonkeyPatch, model_type: str, gathered_bytes: int
+) -> None:
+    """What runs on a GPU in float32, here on the CPU: gpt-oss has biases, and its weights lie the other way round."""
+    folder = save(model_type)
+    want = tokens(engine(folder))
+    calls: list[int] = []
+
+    def counted(module: torch.nn.Module, hidden: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        calls.append(len(hidden))
+        return plain(module, hidden, *rest)
+
+    plain = experts.batched_mm_experts_forward
+    monkeypatch.setattr(experts, "batched_mm_experts_forward", counted)
+    monkeypatch.setattr(experts, "GATHERED_BYTES", gathered_bytes)
+    monkeypatch.setattr(state, "grouped_product_waits", lambda device, dtype: True)
+    assert tokens(engine(folder)) == want
+    assert max(calls) == (1 if gathered_bytes == 1 else 20)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("model_type", ["mixtral", "gpt_oss"])
+def test_experts_do_not_wait_for_a_gpu(save: Callable[..., Path], model_type: str, dtype: str) -> None:
+    llm = engine(save(model_type), dtype=dtype, device="cuda")
+    want = tokens(llm)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        assert tokens(llm) == want
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 # ---- models that mix tokens ----------------------------------------------------------------------------------------

@@ -1,0 +1,43 @@
+"""Allow lists: the only ids that a request may sample."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from modelrunner.batch import Feature, Int32Array
+from modelrunner.kernels.logits.reference import BITS
+from modelrunner.request_table import Column
+from modelrunner.sampler.edits import EditStage, seats_for
+
+if TYPE_CHECKING:
+    from modelrunner.request import Request, SamplingParams
+    from modelrunner.settings import RunnerSettings
+
+
+class Allowed(EditStage):
+    """`allowed_token_ids` as a bitmask of the vocabulary in a seat, so that a list may be as long as it likes."""
+
+    feature = Feature.ALLOWED
+    argument = "allowed"
+    tensors = ("allowed_ids", "allowed_ids.seats")
+
+    def columns(self, settings: RunnerSettings, vocab_size: int) -> tuple[Column, ...]:
+        seats = seats_for(settings.sampler.allow_list_seats, settings.scheduler.max_rows)
+        return (Column("allowed_ids", torch.int32, max(2, -(-vocab_size // BITS)), seats=seats),)
+
+    def row_values(self, request: Request) -> Mapping[str, Int32Array]:
+        return {} if request.params.allowed_token_ids is None else {"allowed_ids": bitmask(request.params.allowed_token_ids)}
+
+    def features(self, params: SamplingParams) -> Feature:
+        return Feature.GREEDY if params.allowed_token_ids is None else self.feature
+
+
+def bitmask(ids: tuple[int, ...]) -> Int32Array:
+    """Words of which bit v % 32 of word v // 32 is set for each id v; as many as the highest id needs."""
+    bits = np.zeros((max(ids) // BITS + 1) * BITS, np.uint8)
+    bits[list(ids)] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)

@@ -1,0 +1,109 @@
+"""What the scheduler writes down: of a plan in the making, of one that may be undone, of a committed step, and since its start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from modelrunner.admission import PatchSink
+from modelrunner.batch import Feature, Plan
+from modelrunner.page_pool import Int32Array, PagePool
+from modelrunner.request import Request
+from modelrunner.rows import BoolArray, Growth, HostRows
+from modelrunner.waiting import Entry
+
+
+@dataclass
+class Stats:
+    """Counters since start. steps: committed ones. preemptions: rows taken from running requests. prompt_tokens: of admitted requests.
+    cached_tokens: found in the prefix cache at admissions and resumptions. computed_tokens: query tokens of committed steps.
+    generated_tokens: committed output."""
+
+    steps: int = 0
+    preemptions: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    computed_tokens: int = 0
+    generated_tokens: int = 0
+
+    def admitted(self, entry: Entry, sign: int) -> None:
+        """Count an admission, or with sign -1 take it back."""
+        self.cached_tokens += sign * entry.cached
+        if not entry.request.num_preemptions:
+            self.prompt_tokens += sign * len(entry.request.prompt_token_ids)
+
+
+@dataclass(frozen=True)
+class Committed:
+    """What a collected step brought. rows [M] int32: rows with new tokens; a request of `finished` has left its row already.
+    tokens [M, 1+k] int32, of which the first num_tokens [M] int32 count. finished: requests that ended."""
+
+    rows: Int32Array
+    tokens: Int32Array
+    num_tokens: Int32Array
+    finished: list[Request]
+
+
+@dataclass(frozen=True, slots=True)
+class Undo:
+    """What `rollback` needs: the plan, which rows it makes sample, the pages it gave, whom it admitted, and the former last tickets."""
+
+    plan: Plan
+    sampled: BoolArray
+    growths: list[Growth]
+    admitted: list[Entry]
+    last_ticket: npt.NDArray[np.int64] | int
+
+
+@dataclass
+class Draft:
+    """A plan in the making. chunks: (rows, query tokens of each) in batch order; sampled: which of them sample."""
+
+    builder: PatchSink
+    budget: int
+    num_decode: int
+    chunks: list[tuple[Int32Array, Int32Array]] = field(default_factory=list)
+    sampled: list[BoolArray] = field(default_factory=list)
+    growths: list[Growth] = field(default_factory=list)
+    admitted: list[Entry] = field(default_factory=list)
+
+    def take(self, table: HostRows, rows: Int32Array, counts: Int32Array) -> None:
+        """Let `rows` compute `counts` tokens."""
+        self.chunks.append((rows, counts))
+        self.sampled.append(table.advance(rows, counts))
+        self.budget -= int(counts.sum())
+
+    def grow(self, table: HostRows, rows: Int32Array, deficits: list[Int32Array], pool: PagePool) -> None:
+        """Give rows the pages that they lack, by group."""
+        for group, deficit in zip(table.tables, deficits, strict=True):
+            if deficit.any():
+                self.growths.append(group.grow(rows, deficit, pool))
+                note_growth(self.builder, group.layout.name, self.growths[-1])
+
+    def plan(self, step: int, table: HostRows) -> Plan | None:
+        """The plan, None if it is empty."""
+        rows = np.concatenate([rows for rows, _ in self.chunks])
+        if not rows.size:
+            return None
+        num_query = np.concatenate([counts for _, counts in self.chunks])
+        max_seq_len = int(table.computed_upper[rows].max())
+        return Plan(
+            step=step,
+            rows=rows,
+            generations=table.generation[rows],
+            num_query=num_query,
+            patch=self.builder.build(),
+            num_decode=self.num_decode,
+            num_tokens=int(num_query.sum()),
+            max_query=int(num_query.max()),
+            max_seq_len=max_seq_len,
+            table_pages=tuple(t.layout.pages_for(max_seq_len) for t in table.tables),
+            features=Feature(int(np.bitwise_or.reduce(table.features[rows]))),
+        )
+
+
+def note_growth(builder: PatchSink, group: str, growth: Growth) -> None:
+    """Put new pages into a patch."""
+    builder.elements(f"pages.{group}", growth.rows, growth.cols, growth.pages)

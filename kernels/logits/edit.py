@@ -1,0 +1,166 @@
+"""Editing logits in Triton: one launch over all of them, one over the few that a row names (biases, bans)."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from modelrunner.kernels.pdl import pdl
+
+BLOCK = 2048  # tokens a program
+ENTRIES = 64  # entries of a list at a time
+
+Seated = tuple[torch.Tensor, torch.Tensor]
+
+
+@triton.jit
+def _allowed(x, ids, mask, seat, masks_ptr, words):
+    """x where the row's allow list has the ids, else -inf."""
+    word = tl.load(masks_ptr + seat.to(tl.int64) * words + ids // 32, mask=mask, other=0)
+    return tl.where((word >> (ids % 32)) & 1 != 0, x, -float("inf"))
+
+
+@triton.jit
+def _penalised(x, ids, mask, row, seat, counts_ptr, vocab, repetition_ptr, presence_ptr, frequency_ptr):
+    """x after repetition, presence and frequency penalties."""
+    word = tl.load(counts_ptr + seat.to(tl.int64) * vocab + ids, mask=mask, other=0)
+    factor = tl.load(repetition_ptr + row)
+    times = (word >> 1).to(tl.float32)
+    x = tl.where(word != 0, tl.where(x > 0, x / factor, x * factor), x)
+    return x - tl.load(frequency_ptr + row) * times - tl.load(presence_ptr + row) * (word > 1).to(tl.float32)
+
+
+@triton.jit
+def _edit_all(
+    logits, out, stride, vocab, rows,
+    allow_seats, masks, words,
+    count_seats, counts, repetition, presence, frequency,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (n, b): allow list and penalties of tokens b * BLOCK onwards of row n."""
+    if PDL:
+        gdc_launch_dependents()
+    n = tl.program_id(0).to(tl.int64)
+    ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = ids < vocab
+    if PDL:
+        gdc_wait()
+    row = tl.load(rows + n).to(tl.int64)
+    x = tl.load(logits + n * stride + ids, mask=mask, other=0.0).to(tl.float32)
+    if allow_seats is not None:
+        seat = tl.load(allow_seats + row)
+        if seat >= 0:
+            x = _allowed(x, ids, mask, seat, masks, words)
+    if count_seats is not None:
+        seat = tl.load(count_seats + row)
+        if seat >= 0:
+            x = _penalised(x, ids, mask, row, seat, counts, vocab, repetition, presence, frequency)
+    tl.store(out + n * vocab + ids, x, mask=mask)
+
+
+@triton.jit
+def _completes(words, entry, some, last, row, total, first, token_ids, longest, TOKENS: tl.constexpr):
+    """Whether the output of the row ends with all but the last id of each sequence. words: the row's sequences; entry: numbers of some."""
+    same = some & (last >= 0)
+    for back in tl.static_range(1, TOKENS):  # the id that stands `back` places before the last one
+        wanted = tl.load(words + entry * TOKENS + (TOKENS - 1 - back), mask=some, other=-1)
+        place = total - back
+        have = tl.load(token_ids + row * longest + place, mask=place >= first, other=-2)
+        same = same & ((wanted < 0) | (wanted == have))
+    return same
+
+
+@triton.jit
+def _edit_named(
+    logits, out, stride, vocab, rows, known, prompt_len, token_ids, longest,
+    allow_seats, masks, words,
+    bias_seats, biases, num_bias,
+    stop_seats, stop_ids, num_stops, min_total,
+    word_seats, bad_words, num_words,
+    count_seats, counts, repetition, presence, frequency,
+    ENTRIES: tl.constexpr, TOKENS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program n: the biases of row n, from the unedited logits, then its bans."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    n = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + n).to(tl.int64)
+    entries = tl.arange(0, ENTRIES)
+    if bias_seats is not None:
+        seat = tl.load(bias_seats + row).to(tl.int64)
+        if seat >= 0:
+            for begin in range(0, num_bias, ENTRIES):
+                entry = begin + entries
+                ids = tl.load(biases + seat * 2 * num_bias + entry, mask=entry < num_bias, other=-1)
+                mask = ids >= 0
+                bits = tl.load(biases + (seat * 2 + 1) * num_bias + entry, mask=mask, other=0)
+                x = tl.load(logits + n * stride + ids, mask=mask, other=0.0).to(tl.float32)
+                if allow_seats is not None:
+                    allowing = tl.load(allow_seats + row)
+                    if allowing >= 0:
+                        x = _allowed(x, ids, mask, allowing, masks, words)
+                x += bits.to(tl.float32, bitcast=True)
+                if count_seats is not None:
+                    counting = tl.load(count_seats + row)
+                    if counting >= 0:
+                        x = _penalised(x, ids, mask, row, counting, counts, vocab, repetition, presence, frequency)
+                tl.store(out + n * vocab + ids, x, mask=mask)
+    tl.debug_barrier()  # a ban comes after the bias of the same token
+    total = tl.load(known + row)
+    if stop_seats is not None:
+        seat = tl.load(stop_seats + row).to(tl.int64)
+        if (seat >= 0) & (total < tl.load(min_total + row)):
+            for begin in range(0, num_stops, ENTRIES):
+                entry = begin + entries
+                ids = tl.load(stop_ids + seat * num_stops + entry, mask=entry < num_stops, other=-1)
+                tl.store(out + n * vocab + ids, -float("inf"), mask=ids >= 0)
+    if word_seats is not None:
+        seat = tl.load(word_seats + row).to(tl.int64)
+        if seat >= 0:
+            first = tl.load(prompt_len + row)
+            line = bad_words + seat * num_words * TOKENS
+            for begin in range(0, num_words, ENTRIES):
+                entry = begin + entries
+                some = entry < num_words
+                last = tl.load(line + entry * TOKENS + TOKENS - 1, mask=some, other=-1)
+                ends = _completes(line, entry, some, last, row, total, first, token_ids, longest, TOKENS)
+                tl.store(out + n * vocab + last, -float("inf"), mask=ends)
+
+
+def edit_logits(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    known: torch.Tensor,
+    prompt_len: torch.Tensor,
+    token_ids: torch.Tensor,
+    allowed: Seated | None,
+    bias: Seated | None,
+    stops: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
+    bad_words: Seated | None,
+    penalties: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None,
+) -> torch.Tensor:
+    """See `reference.edit_logits`: two launches, one if no row has biases or bans. One read of the logits, and of the counts of rows with
+    penalties."""
+    n, vocab = logits.shape
+    out = torch.empty(n, vocab, dtype=torch.float32, device=logits.device)
+    if n == 0:
+        return out
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    masks = (None, None, 0) if allowed is None else (*allowed, allowed[1].shape[1])
+    counts = (None,) * 5 if penalties is None else penalties
+    head = (logits, out, logits.stride(0), vocab, rows)
+    _edit_all[(n, triton.cdiv(vocab, BLOCK))](*head, *masks, *counts, BLOCK, num_warps=4, **pdl(logits))
+    if bias is None and stops is None and bad_words is None:
+        return out
+    _edit_named[(n,)](
+        *head, known, prompt_len, token_ids, token_ids.stride(0), *masks,
+        *((None, None, 0) if bias is None else (*bias, bias[1].shape[1] // 2)),
+        *((None, None, 0, None) if stops is None else (*stops[:2], stops[1].shape[1], stops[2])),
+        *((None, None, 0) if bad_words is None else (*bad_words, bad_words[1].shape[1])),
+        *counts, ENTRIES, 1 if bad_words is None else bad_words[1].shape[2], num_warps=2, **pdl(logits),
+    )  # fmt: skip
+    return out

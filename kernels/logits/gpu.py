@@ -1,0 +1,29 @@
+"""What the area `logits` gives to CUDA devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from modelrunner.kernels.builds import Build
+from modelrunner.kernels.logits.count import BLOCK as COUNT_BLOCK
+from modelrunner.kernels.logits.count import _count_tokens, count_tokens
+from modelrunner.kernels.logits.edit import BLOCK, ENTRIES, _edit_all, _edit_named, edit_logits
+
+OVERRIDES: dict[str, Callable[..., Any]] = {"count_tokens": count_tokens, "edit_logits": edit_logits}
+
+SEATS = ("allow_seats", "bias_seats", "stop_seats", "word_seats", "count_seats", "seats")
+LISTS = ("masks", "biases", "stop_ids", "bad_words", "counts", "rows", "known", "prompt_len", "token_ids", "min_total", "counted")
+TYPES = dict.fromkeys((*SEATS, *LISTS), "*i32") | dict.fromkeys(("repetition", "presence", "frequency", "out"), "*fp32")
+TYPES |= dict.fromkeys(("stride", "vocab", "longest", "words", "num_bias", "num_stops", "num_words"), "i32") | {"samples": "*i1"}
+
+
+def _build(kernel: Any, dtype: str, warps: int = 4, **constants: Any) -> Build:
+    return Build(kernel, {"logits": dtype, **TYPES}, {**constants, "PDL": True}, num_warps=warps, divisible=("stride", "vocab"))
+
+
+BUILDS: list[Build] = [
+    *(_build(_edit_all, dtype, BLOCK=BLOCK) for dtype in ("*bf16", "*fp16", "*fp32")),
+    *(_build(_edit_named, dtype, 2, ENTRIES=ENTRIES, TOKENS=8) for dtype in ("*bf16", "*fp32")),
+    _build(_count_tokens, "*bf16", BLOCK=COUNT_BLOCK),
+]

@@ -1,0 +1,47 @@
+"""Start-up shows the device all that it will launch, and then starts as if it had not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from modelrunner import Engine, Offer, SamplingParams, hookimpl
+from modelrunner.device import Device
+from modelrunner.testing import ByteTokenizerPlugin, Driver, P, assert_same, dense, options, tiny_dense
+from modelrunner.testing.null_device import NullDevice
+
+
+class Builder(NullDevice):
+    """Runs what it is to build. built: how much that was."""
+
+    name = "builder"
+    built = 0
+
+    def build(self, work: Sequence[Callable[[], None]]) -> None:
+        for part in work:
+            with torch.inference_mode():
+                part()
+        self.built += len(work)
+
+
+class BuilderPlugin:
+    MODELRUNNER_API = ">=1,<2"
+
+    @hookimpl
+    def device(self) -> Offer[type[Device]]:
+        return Offer("builder", lambda: Builder, fit="fallback", reason="for a test")
+
+
+def test_everything_that_start_up_runs_is_built_before() -> None:
+    settings = {"model": {"name": str(tiny_dense())}, "graphs": {"bucket_rows": (1, 2, 4)}} | options(device="builder", rows=4)
+    driver = Driver(Engine(settings, plugins=[ByteTokenizerPlugin(), BuilderPlugin()]))
+    device = driver.engine.assembly.device
+    assert isinstance(device, Builder)
+    assert device.built == 3 + 6  # tails that the warm-up tries; numbers of rows by kinds of tail
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    for k in range(5):
+        driver.add(str(k), P(3 + 9 * k, k), params)
+    driver.finish()
+    for k in range(5):
+        assert_same(dense(), P(3 + 9 * k, k), params, driver.result(str(k)))

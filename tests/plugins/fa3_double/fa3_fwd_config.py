@@ -1,0 +1,3 @@
+"""Build flags of fa3-fwd, as far as they are read."""
+
+CONFIG = {"build_flags": {"FLASHATTENTION_DISABLE_SOFTCAP": False}}
