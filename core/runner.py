@@ -66,7 +66,7 @@ class Runner:
         self.launched = 0
         self.route: Route | None = None  # of the last launched step, while its rows are on the device
         self.warming_up = False
-        self.max_model_len = max_model_len
+        self.max_tokens, self.max_model_len = max_tokens, max_model_len
         self.graphs = StepGraphs(self.device, buckets, self._closure, no_graphs)
         self.caches = ByGroup(parts.caches)
         self.layer_index = {g.group.name: {layer: i for i, layer in enumerate(g.group.layers)} for g in parts.layouts}
@@ -77,7 +77,9 @@ class Runner:
         self.state.fill_dummy(self.buffers.batch(plan, self.buckets.shape(plan), self.parts.table.columns))
         kinds = [replace(plan, features=features) for features in (Feature.GREEDY, Feature.PLAIN, Feature.PLAIN | Feature.FILTERED, EDITED)]
 
-        self.device.build([partial(self._first, kind) for kind in kinds])
+        self.device.build(
+            [partial(self._first, each) for each in (*kinds, *(self._large_plan(self.max_tokens, rows) for rows in (1, None)))]
+        )
         self._rewind()
         self.warming_up = True
         for kind in kinds:
@@ -96,10 +98,17 @@ class Runner:
 
         Without a graph, as `warm_up` does: nothing may keep memory of the cache that `use_caches` replaces.
         """
-        rows = min(self.scratch_row, num_tokens)
+        plan = self._large_plan(num_tokens)
+        self.warming_up = True
+        self.collect(self.launch(plan))
+        self.warming_up = False
+
+    def _large_plan(self, num_tokens: int, num_rows: int | None = None) -> Plan:
+        """So many tokens, in one row and one each in the others; None: as many rows as there can be."""
+        rows = min(num_rows or self.scratch_row, num_tokens)
         num_query = np.ones(rows, np.int32)
         num_query[0] += num_tokens - rows
-        plan = replace(
+        return replace(
             self._blank_plan(),
             rows=np.full(rows, self.scratch_row, np.int32),
             generations=np.full(rows, -1, np.int32),
@@ -111,12 +120,6 @@ class Runner:
             table_pages=tuple(layout.pages_for(self.max_model_len) for layout in self.parts.layouts),
             features=Feature.PLAIN | Feature.FILTERED | EDITED | self.parts.taps.all_features,
         )
-        few = replace(plan, rows=plan.rows[:1], generations=plan.generations[:1], num_query=plan.num_query[:1] + rows - 1)
-        self.device.build([partial(self._first, each) for each in (plan, few)])
-        self._rewind()
-        self.warming_up = True
-        self.collect(self.launch(plan))
-        self.warming_up = False
 
     def use_caches(self, caches: Mapping[str, torch.Tensor], backends: Mapping[str, AttentionBackend]) -> None:
         """Take other cache memory, by group. Only with nothing in flight and nothing captured."""
