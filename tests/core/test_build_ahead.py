@@ -34,7 +34,9 @@ class BuilderPlugin:
 
 
 def test_everything_that_start_up_runs_is_built_before() -> None:
-    settings = {"model": {"name": str(tiny_dense())}, "graphs": {"bucket_rows": (1, 2, 4), "bucket_tokens": (16, 64)}} | options(device="builder", rows=4)
+    settings = {"model": {"name": str(tiny_dense())}, "graphs": {"bucket_rows": (1, 2, 4), "bucket_tokens": (16, 64)}} | options(
+        device="builder", rows=4
+    )
     driver = Driver(Engine(settings, plugins=[ByteTokenizerPlugin(), BuilderPlugin()]))
     device = driver.engine.assembly.device
     assert isinstance(device, Builder)
