@@ -77,9 +77,7 @@ class Runner:
         self.state.fill_dummy(self.buffers.batch(plan, self.buckets.shape(plan), self.parts.table.columns))
         kinds = [replace(plan, features=features) for features in (Feature.GREEDY, Feature.PLAIN, Feature.PLAIN | Feature.FILTERED, EDITED)]
 
-        self.device.build(
-            [partial(self._first, each) for each in (*kinds, *(self._large_plan(self.max_tokens, rows) for rows in (1, None)))]
-        )
+        self._build([partial(self._first, each) for each in (*kinds, *(self._large_plan(self.max_tokens, rows) for rows in (1, None)))])
         self._rewind()
         self.warming_up = True
         for kind in kinds:
@@ -87,6 +85,11 @@ class Runner:
             if records[0, Record.ROW] != self.scratch_row:
                 raise PluginError(f"the step's record names row {records[0, Record.ROW]}, not {self.scratch_row} (operation write_record)")
         self.warming_up = False
+
+    def _build(self, work: Sequence[Callable[[], None]]) -> None:
+        """Let the device get ready what `work` will launch. It may run parts of it without the kernels that say where their inputs lie."""
+        self.device.launch(lambda: fill(self.buffers.sample_index, 0))
+        self.device.build(work)
 
     def _first(self, plan: Plan) -> None:
         shape = self.buckets.shape(plan)
@@ -159,7 +162,7 @@ class Runner:
             self._closure(key)()
 
         def built(keys: Sequence[Key]) -> Sequence[Key]:
-            self.device.build([partial(first, key) for key in keys])
+            self._build([partial(first, key) for key in keys])
             bar: Sequence[Key] = tqdm(keys, desc="Capturing graphs", unit="graph", disable=not sys.stderr.isatty())
             return bar
 
