@@ -20,12 +20,14 @@ from modelrunner.attention import AttentionBackend, AttentionMeta, BoundAttentio
 from modelrunner.batch import EDITED, EMPTY_PATCH, Batch, Feature, Outcome, Patch, Plan, Record, Ticket, record_words
 from modelrunner.device import Event, PinnedBuffer
 from modelrunner.errors import EngineError, PluginError
+from modelrunner.extras import Extras
 from modelrunner.graphs import GraphReport, Key, StepGraphs
 from modelrunner.model_state import Tap
-from modelrunner.runner_parts import Extras, Parts, Route
+from modelrunner.runner_parts import Parts, Route
 from modelrunner.step_buffers import Buckets, PlanPacker, Shape, StepBuffers
 from modelrunner.tap_set import ActiveTaps
 
+FIRST_PROMPT = 32  # tokens of a prompt whose kernels are built with the first ones
 POISON = -0x5A5A5A5B  # what a released ring entry holds on a testing device: no row, no token
 
 
@@ -50,6 +52,7 @@ class Runner:
         self.scratch_row = parts.table.max_rows
         rows = max([max_rows, *buckets.rows]) + 1
         tokens = max([max_tokens, rows, *buckets.tokens])
+        self.longest_prompt = min(max_tokens, max_model_len)  # tokens of one row in one step
         self.packer = PlanPacker(rows, parts.table.max_patch_words)
         self.buffers = StepBuffers(
             parts.needs, parts.dtype, parts.layouts, rows, tokens, max_model_len, self.packer, self.device.torch_device
@@ -77,7 +80,8 @@ class Runner:
         self.state.fill_dummy(self.buffers.batch(plan, self.buckets.shape(plan), self.parts.table.columns))
         kinds = [replace(plan, features=features) for features in (Feature.GREEDY, Feature.PLAIN, Feature.PLAIN | Feature.FILTERED, EDITED)]
 
-        self._build([partial(self._first, each) for each in (*kinds, *(self._large_plan(self.max_tokens, rows) for rows in (1, None)))])
+        prompts = [self._blank_prompt(plan, n) for n in sorted({min(FIRST_PROMPT, self.longest_prompt), self.longest_prompt})]
+        self._build([partial(self._first, each) for each in (*kinds, *prompts, self._large_plan(self.max_tokens))])
         self._rewind()
         self.warming_up = True
         for kind in kinds:
@@ -106,9 +110,9 @@ class Runner:
         self.collect(self.launch(plan))
         self.warming_up = False
 
-    def _large_plan(self, num_tokens: int, num_rows: int | None = None) -> Plan:
-        """So many tokens, in one row and one each in the others; None: as many rows as there can be."""
-        rows = min(num_rows or self.scratch_row, num_tokens)
+    def _large_plan(self, num_tokens: int) -> Plan:
+        """So many tokens in as many rows as there can be: one in each, and the rest in the first."""
+        rows = min(self.scratch_row, num_tokens)
         num_query = np.ones(rows, np.int32)
         num_query[0] += num_tokens - rows
         return replace(
@@ -128,6 +132,12 @@ class Runner:
         """Take other cache memory, by group. Only with nothing in flight and nothing captured."""
         self.parts = replace(self.parts, caches=caches, backends=backends)
         self.caches = ByGroup(caches)
+
+    def _blank_prompt(self, plan: Plan, num_tokens: int) -> Plan:
+        """The blank `plan` with so many query tokens."""
+        counts = dict.fromkeys(("num_tokens", "max_query", "max_seq_len"), num_tokens)
+        pages = tuple(layout.pages_for(num_tokens) for layout in self.parts.layouts)
+        return replace(plan, num_query=plan.num_query * num_tokens, num_decode=0, table_pages=pages, **counts)
 
     def _blank_plan(self) -> Plan:
         """A step of a dead row, the scratch row, whose columns have their defaults; it goes through all operations and changes nothing."""
@@ -191,6 +201,7 @@ class Runner:
             self.device.launch(work)
         except BaseException:
             self._rewind()
+            self.device.synchronize()  # the next launch writes the buffer that a copy may be reading
             raise
         self.route = route
         self.launched += 1

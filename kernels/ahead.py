@@ -57,7 +57,7 @@ class _Builders(ThreadPoolExecutor):
     def __init__(self, device: torch.device) -> None:
         super().__init__(min(MAX_THREADS, len(os.sched_getaffinity(0))), "build-kernels", torch.cuda.set_device, (device,))
 
-    def submit(self, build: Callable[[], Any], /, *args: Any, **kwargs: Any) -> Future[Any]:  # type: ignore[override]
+    def submit(self, build: Callable[[], Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         return super().submit(_loaded, build)
 
 

@@ -44,7 +44,6 @@ class CudaDevice(Device):
         self.side = torch.cuda.Stream(self.torch_device)
         # What start-up wrote on the default stream must be there before the first step.
         self._started = False
-        self._on_compute, self._on_side = torch.cuda.stream(self.compute), torch.cuda.stream(self.side)
         self._events: dict[PinnedBuffer, CopyEvents] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
@@ -55,7 +54,7 @@ class CudaDevice(Device):
         if not self._started:
             self.compute.wait_stream(torch.cuda.default_stream(self.torch_device))
             self._started = True
-        with self._on_compute:
+        with torch.cuda.stream(self.compute):
             work()
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
@@ -88,7 +87,7 @@ class CudaDevice(Device):
         events = self._events.get(target) or self._events.setdefault(target, CopyEvents())
         events.begun.record(self.compute)
         self.side.wait_event(events.begun)
-        with self._on_side:
+        with torch.cuda.stream(self.side):
             copy_bytes(source(), target)
         events.end.record(self.side)
         return events

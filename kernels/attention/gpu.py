@@ -83,6 +83,36 @@ def paged_attention(
     return indexed_attention(q, cache, index, scale=scale, softcap=softcap, sinks=sinks)
 
 
+def qkv_attention(
+    qkv: torch.Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    eps: float,
+    cos_sin: torch.Tensor,
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+    index: AttentionWork,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The fusion of that name: one launch for few decode rows of one token each, else two. slots: those of the index."""
+    decode = index.decode
+    if index.prefill is not None or decode.queries > 1 or not decode.config.fused:
+        q = qkv_rope_write(qkv, num_heads, num_kv_heads, q_norm, k_norm, eps, cos_sin, cache, slots, index)
+        return indexed_attention(q, cache, index, scale=scale, softcap=softcap, sinks=sinks)
+    if qkv.stride(1) != 1 or cos_sin.stride(1) != 1:
+        qkv, cos_sin = qkv.contiguous(), cos_sin.contiguous()
+    dim = cache.shape[4]
+    q = qkv.as_strided((qkv.shape[0], num_heads, dim), (qkv.stride(0), dim, 1), qkv.storage_offset())
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    decode_rows(q, cache, out, index, scale, softcap, sinks, (q_norm, k_norm, cos_sin, eps))
+    return out
+
+
 OVERRIDES: dict[str, Callable[..., Any]] = {
     "attention_index": attention_index,
     "indexed_write": indexed_write,
@@ -91,10 +121,11 @@ OVERRIDES: dict[str, Callable[..., Any]] = {
     "write_cache": write_cache,
     "gather_pages": gather_pages,
     "qkv_rope_write": qkv_rope_write,
+    "qkv_attention": qkv_attention,
 }
 
 
-def _decode_build(kind: str, group: int, dim: int, rows: int, queries: int = 1) -> Build:
+def _decode_build(kind: str, group: int, dim: int, rows: int, queries: int = 1, fused: bool = False) -> Build:
     config = choose_decode(rows, dim, torch.float32 if kind == "fp32" else torch.bfloat16)
     rows_out = next_power_of_2(group * queries)
     constants = {
@@ -108,7 +139,9 @@ def _decode_build(kind: str, group: int, dim: int, rows: int, queries: int = 1) 
         "BLOCK_S": config.block_keys,
         "M_OUT": rows_out,
         "AT_ONCE": max(2, COMBINE_FLOATS // (rows_out * next_power_of_2(dim))),
-        "ONE_BLOCK": config.chunk == config.block_keys,
+        "HOLD": config.hold,
+        "R": dim if fused else 0,
+        "HAS_NORM": fused,
     }
     return Build(decode_attention, _signature(kind), constants | _PLAIN, config.num_warps, config.num_stages, divisible=_STEPS)
 
@@ -131,9 +164,10 @@ def _prefill_build(kind: str, group: int, dim: int) -> Build:
 
 def _signature(kind: str) -> dict[str, str]:
     """Types of both attention kernels' arguments."""
-    values = dict.fromkeys(("q_ptr", "cache_ptr", "out_ptr", "sinks_ptr"), f"*{kind}")
+    values = dict.fromkeys(("q_ptr", "cache_ptr", "out_ptr", "sinks_ptr", "q_norm_ptr", "k_norm_ptr"), f"*{kind}")
     lists = dict.fromkeys(("items_ptr", "tiles_ptr", "count_ptr", "arrivals_ptr", "table_ptr"), "*i32")
-    numbers = {"partial_ptr": "*fp32", "weights_ptr": "*fp32", "scale": "fp32", "softcap": "fp32", "window": "i32"}
+    numbers = {"scale": "fp32", "softcap": "fp32", "window": "i32", "eps": "fp32", "slots_ptr": "*i64"}
+    numbers |= dict.fromkeys(("partial_ptr", "lse_ptr", "cos_sin_ptr"), "*fp32")
     return values | lists | numbers | dict.fromkeys(_STEPS, "i32")
 
 
@@ -166,10 +200,11 @@ def _list_builds() -> list[Build]:
     ]
 
 
-_STEPS = ("q_token", "q_head", "table_row", "page_rows")
+_STEPS = ("q_token", "q_head", "table_row", "page_rows", "cos_sin_token")
 _PLAIN = {"HAS_SOFTCAP": False, "HAS_WINDOW": False, "HAS_SINKS": False, "PDL": True}
 BUILDS = [
     *[_decode_build("bf16", 2, 128, rows) for rows in (1, 8, 128)],
+    *[_decode_build("bf16", 2, 128, rows, fused=True) for rows in (1, 8)],
     *[_decode_build("bf16", 3, 64, rows) for rows in (1, 128)],
     _decode_build("bf16", 4, 128, 32, queries=4),
     _decode_build("fp16", 2, 256, 32),

@@ -29,13 +29,20 @@ MIXED_ROWS = 1024  # of a list of a step with prompts, at least: such steps have
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """chunk: keys of an item, a multiple of block_keys, which are attended to at a time. programs: per multiprocessor."""
+    """chunk: keys of an item, a multiple of block_keys, which are attended to at a time. programs: per multiprocessor.
+
+    fused: rotation and cache write of a row's one new token are part of its attention. hold: where they are not, the first block of keys is
+    in registers before the queries are there. registers: bound of a thread's, which lets more programs live side by side; 0: none.
+    """
 
     chunk: int
     block_keys: int
     num_warps: int
     num_stages: int
     programs: int
+    hold: bool = False
+    fused: bool = False
+    registers: int = 0
 
 
 @dataclass(frozen=True)
@@ -53,8 +60,7 @@ class PrefillConfig:
 class DecodeList:
     """items: [capacity, ITEM] int32 and count [1] int32 of them. arrivals: [rows * HK] int32, zeros between launches: finished chunks.
 
-    partial: [slots, HK, queries * G, D] float32 unnormalised outputs of chunks. weights: [slots, HK, queries * G, 2] float32, their largest
-    score and their sum.
+    partial: [slots, HK, queries * G, D] float32 outputs of chunks. lse: the same shape, log2 of the sum of their weights for each element.
     """
 
     config: DecodeConfig
@@ -64,7 +70,7 @@ class DecodeList:
     count: torch.Tensor
     arrivals: torch.Tensor
     partial: torch.Tensor
-    weights: torch.Tensor
+    lse: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -305,11 +311,17 @@ def choose_decode(num_rows: int, head_dim: int, dtype: torch.dtype) -> DecodeCon
     """Few rows: short chunks, so that all multiprocessors read. Many rows: long ones, which leave few partial results."""
     if dtype == torch.float32:
         return DecodeConfig(chunk=128, block_keys=32, num_warps=4, num_stages=2, programs=2)
-    if num_rows <= 4:
-        return DecodeConfig(chunk=64, block_keys=64, num_warps=4, num_stages=1, programs=2)
     block_keys = 32 if head_dim > 128 else 64
-    if num_rows <= 64:
-        return DecodeConfig(chunk=256 if num_rows <= 16 else 1024, block_keys=block_keys, num_warps=4, num_stages=3, programs=2)
+    if num_rows <= 4:
+        return DecodeConfig(chunk=64, block_keys=block_keys, num_warps=4, num_stages=2, programs=2, hold=True, fused=True)
+    if num_rows <= 8:
+        return DecodeConfig(chunk=256, block_keys=block_keys, num_warps=4, num_stages=3, programs=2, fused=True)
+    if num_rows <= 16:
+        return DecodeConfig(chunk=384, block_keys=block_keys, num_warps=4, num_stages=4, programs=2, fused=True)
+    if num_rows <= 32:
+        return DecodeConfig(chunk=1024, block_keys=block_keys, num_warps=4, num_stages=3, programs=2, fused=True)
+    if num_rows <= 128:
+        return DecodeConfig(chunk=512, block_keys=32, num_warps=2, num_stages=4, programs=4, fused=True)
     return DecodeConfig(chunk=1024, block_keys=32, num_warps=2, num_stages=4, programs=4)
 
 
@@ -340,11 +352,11 @@ def _decode_list(
     if window is not None:
         chunks = min(chunks, (window + queries - 2) // config.chunk + 2)
     slot_floats = num_kv_heads * queries * group * head_dim
-    capacity = 0 if chunks == 1 else min(rows * chunks, max(chunks, PARTIAL_BYTES // (4 * slot_floats)))
+    capacity = 0 if chunks == 1 else min(rows * chunks, max(chunks, PARTIAL_BYTES // (8 * slot_floats)))
     items = torch.empty((rows + capacity, ITEM), dtype=torch.int32, device=device)
     small = torch.empty(1 + rows * num_kv_heads, dtype=torch.int32, device=device)
     partial = torch.empty((max(capacity, 1), num_kv_heads, queries * group, head_dim), dtype=torch.float32, device=device)
-    weights = torch.empty((max(capacity, 1), num_kv_heads, queries * group, 2), dtype=torch.float32, device=device)
+    lse = torch.empty_like(partial)
     block = max(next_power_of_2(rows), least_block)
     decode_items[(1,)](
         items,
@@ -365,7 +377,7 @@ def _decode_list(
         NUM_BINS=BINS if rows > 16 or least_block > 1 else 1,
         num_warps=4 if block <= 1024 else 16,
     )
-    return DecodeList(config, rows, queries, items, small[:1], small[1:], partial, weights)
+    return DecodeList(config, rows, queries, items, small[:1], small[1:], partial, lse)
 
 
 def _prefill_list(

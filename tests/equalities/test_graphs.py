@@ -162,7 +162,8 @@ def test_a_step_like_the_last_one_sends_its_patch_only(captures: bool) -> None:
 
 
 @pytest.mark.parametrize("captures", [False, True])
-def test_after_a_failed_launch_the_rows_are_sent_again(captures: bool) -> None:
+def test_after_a_failed_launch_the_rows_are_sent_again(captures: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And only once the device is done with the buffers of the one that failed."""
     driver = start(2, captures=captures)
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     driver.add("a", P(9, 1), params)
@@ -176,10 +177,14 @@ def test_after_a_failed_launch_the_rows_are_sent_again(captures: bool) -> None:
         raise OSError("planted")
 
     device.launch = fail  # type: ignore[method-assign]
+    done: list[int] = []
+    monkeypatch.setattr(type(device), "synchronize", lambda device: done.append(len(sent)))
     with pytest.raises(OSError, match="planted"):
         driver.step()
+    monkeypatch.undo()
     driver.step()
-    assert sent[-1][0]
+    assert done == [0]
+    assert sent == [(True, 0)], "the failed step sent nothing, being like the one before"
     driver.finish()
     assert_same(dense(), P(9, 1), params, driver.result("a"))
 

@@ -193,7 +193,7 @@ def bench_decode(shapes: list[str], quick: bool) -> None:
             for chunk in CHUNKS:
                 if chunk < block or (stages == 1) != (chunk == block) or (rows > 16 and chunk < 256 and stages != 1):
                     continue
-                us = attention_us(step, step.work(decode=DecodeConfig(chunk, block, warps, stages, programs)))
+                us = attention_us(step, step.work(decode=DecodeConfig(chunk, block, warps, stages, programs, hold=stages == 1)))
                 cells.append(f"{chunk}: {us:.2f} ({floor / us:.0%})")
             if cells:
                 print(f"    block {block} warps {warps} stages {stages} programs {programs}  chunk " + "  ".join(cells), flush=True)
@@ -270,7 +270,7 @@ def compile_one(shape: tuple[int, ...]) -> None:
     if len(shape) == 4:
         step = make_step([(300, 1)] * 2, 1, num_decode=2)
         chunk = shape[0] if shape[2] == 1 else 2 * shape[0]
-        work = step.work(decode=DecodeConfig(chunk, *shape))
+        work = step.work(decode=DecodeConfig(chunk, *shape, hold=shape[2] == 1))
     else:
         step = make_step([(300, 20)], 1)
         work = step.work(prefill=PrefillConfig(*shape))

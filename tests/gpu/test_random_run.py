@@ -86,9 +86,13 @@ def test_long_random_run_gives_each_request_what_it_gets_alone() -> None:
 def check(seed: int, steps: int, device: str = "cuda") -> None:
     rng = random.Random(seed)
     kinds = [(P(rng.randint(1, 60), salt), rng.choice((GREEDY, GREEDY, SAMPLED, FILTERED))) for salt in range(24)]
+    begun = time.monotonic()
     alone = each_alone(kinds)
+    print(f"each alone on the CPU: {time.monotonic() - begun:.1f} s", flush=True)
     for depth, number in ((2, steps), (1, steps // 10)):
+        begun = time.monotonic()
         run = RandomRun(kinds, seed, depth, device)
+        print(f"depth {depth}: started in {time.monotonic() - begun:.1f} s", flush=True)
         run.run(number)
         aborted = run.compare(alone)
         assert aborted > number // 1000

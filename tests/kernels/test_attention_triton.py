@@ -11,8 +11,10 @@ import torch
 from triton_world import DEVICE, DTYPES, agree, close
 
 from modelrunner.kernels.attention import reference, work_list
-from modelrunner.kernels.attention.gpu import OVERRIDES, indexed_attention
+from modelrunner.kernels.attention.gpu import OVERRIDES, indexed_attention, qkv_attention
 from modelrunner.kernels.attention.work_list import ITEM, DecodeConfig, PrefillConfig, build_work
+from modelrunner.kernels.norm.reference import rms_norm
+from modelrunner.kernels.rope.reference import apply_rope
 
 SCALE = 0.3
 LAYERS = 3
@@ -100,15 +102,16 @@ def make_step(
     return Step(q, arena.to(DEVICE, cache_dtype or dtype), on_device, limits, live.to(DEVICE), window)
 
 
-ONE_BLOCK = DecodeConfig(chunk=16, block_keys=16, num_warps=4, num_stages=1, programs=2)
-CHUNKS = DecodeConfig(chunk=32, block_keys=16, num_warps=4, num_stages=5, programs=2)
+ONE_BLOCK = DecodeConfig(chunk=16, block_keys=16, num_warps=4, num_stages=1, programs=2, hold=True, fused=True)
+CHUNKS = DecodeConfig(chunk=32, block_keys=16, num_warps=4, num_stages=5, programs=2, fused=True)
+HELD = DecodeConfig(chunk=32, block_keys=16, num_warps=4, num_stages=2, programs=2, hold=True, fused=True)
 WHOLE = DecodeConfig(chunk=256, block_keys=32, num_warps=4, num_stages=3, programs=2)
 DECODE = [(62, 1), (0, 1), (0, 0), (31, 1), (16, 1)]
 MIXED = [(40, 1), (3, 0), (0, 23), (30, 11), (9, 0), (0, 1)]
 TILES = PrefillConfig(block_queries=16, block_keys=16, num_warps=4, num_stages=3, programs=2)
 
 
-CONFIGS = {"one-block": ONE_BLOCK, "chunks": CHUNKS, "whole": WHOLE}
+CONFIGS = {"one-block": ONE_BLOCK, "chunks": CHUNKS, "held": HELD, "whole": WHOLE}
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -220,7 +223,7 @@ def test_a_row_is_not_changed_by_its_neighbours() -> None:
 @pytest.mark.parametrize("window", [None, 100], ids=lambda w: f"window-{w}")
 def test_chunks_grow_where_partial_results_would_not_fit(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
     """150 tokens in chunks of 16 are 10 partial results a row; there is room for 12 of three rows."""
-    monkeypatch.setattr(work_list, "PARTIAL_BYTES", 12 * 6 * 16 * 4)
+    monkeypatch.setattr(work_list, "PARTIAL_BYTES", 12 * 6 * 16 * 8)
     step = make_step([(149, 1), (120, 1), (15, 1), (140, 1)], num_decode=4, window=window)
     work = step.work(ONE_BLOCK)
     items = work.decode.items[: int(work.decode.count)]
@@ -279,3 +282,69 @@ def test_steps_without_live_rows() -> None:
 @pytest.mark.parametrize("op", ["write_cache", "gather_pages", "paged_attention"])
 def test_conformance_cases(op: str) -> None:
     agree(op, OVERRIDES, {name: getattr(reference, name) for name in ("write_cache", "gather_pages", "paged_attention")})
+
+
+class Fused:
+    """A decode step from the projection's output: the step's own keys and values are not in the cache yet."""
+
+    def __init__(self, step: Step, rotary: int, norm: bool) -> None:
+        self.step, self.heads, self.kv_heads, self.dim = step, step.q.shape[1], step.arena.shape[4], step.arena.shape[5]
+        a, tokens, page = step.arguments, step.q.shape[0], step.arena.shape[2]
+        offset = torch.arange(tokens, device=DEVICE) - a["query_start"][a["token_row"]]
+        position = (a["seq_len"] - a["query_len"])[a["token_row"]] + offset
+        place = a["block_table"][a["token_row"], (position // page).clamp(max=a["block_table"].shape[1] - 1)].long() * page
+        a["slots"] = torch.where(step.live, place + position % page, -1)
+        for slot in a["slots"][step.live].tolist():
+            step.arena[slot // page, :, slot % page] = math.nan
+        self.qkv = torch.randn(tokens, (self.heads + 2 * self.kv_heads) * self.dim, device=DEVICE).to(step.q.dtype)
+        self.norms = [torch.randn(self.dim, device=DEVICE).to(step.q.dtype) if norm else None for _ in range(2)]
+        angle = position.float().unsqueeze(1) / (1 + torch.arange(rotary // 2, device=DEVICE))
+        self.cos_sin = torch.cat((angle.cos(), angle.sin()), 1)
+
+    def want(self, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """The output and the arena, by the references."""
+        step = Step(self.step.q, self.step.arena.clone(), self.step.arguments, self.step.limits, self.step.live, self.step.window)
+        sizes = (self.heads * self.dim, self.kv_heads * self.dim, self.kv_heads * self.dim)
+        q, k, v = (part.unflatten(-1, (-1, self.dim)) for part in self.qkv.split(sizes, -1))
+        if self.norms[0] is not None:
+            q, k = (rms_norm(x, weight, 1e-5) for x, weight in zip((q, k), self.norms, strict=True))
+        step.q, k = apply_rope(q, k, None, self.cos_sin)
+        reference.write_cache(step.arena[:, 1], k, v, step.arguments["slots"])
+        return step.want(**options), step.arena
+
+    def check(self, config: DecodeConfig | None, **options: Any) -> None:
+        step, (out, arena) = self.step, self.want(**options)
+        got = qkv_attention(
+            self.qkv, self.heads, self.kv_heads, *self.norms, 1e-5, self.cos_sin, step.arena[:, 1], step.arguments["slots"],
+            step.work(config), scale=SCALE, **options,
+        )  # fmt: skip
+        close(got[step.live], out[step.live], "paged_attention")
+        assert got.isfinite().all()
+        close(step.arena, arena, "qkv_rope_write")
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize(("rotary", "norm", "window"), [(16, True, None), (16, False, 20), (8, True, 1)])
+def test_fused_decode(rotary: int, norm: bool, window: int | None, config: str) -> None:
+    """Rows whose last chunk is new from its first key on (17, 33), rows of one token, dead rows."""
+    rows = [(62, 1), (0, 1), (0, 0), (31, 1), (16, 1), (32, 1)]
+    for dtype in DTYPES:
+        Fused(make_step(rows, 7, num_decode=6, window=window, dtype=dtype), rotary, norm).check(CONFIGS[config])
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("window", [None, 6], ids=lambda w: f"window-{w}")
+def test_fused_drafts_with_sinks_and_softcap(window: int | None, config: str) -> None:
+    """New keys on both sides of a chunk's edge."""
+    step = make_step([(20, 3), (31, 3), (5, 0), (46, 2), (15, 2), (0, 3)], num_decode=6, decode_query=3, window=window)
+    sinks = torch.tensor([-40.0, -1.0, 0.0, 1.5, 4.0, 40.0], device=DEVICE)
+    Fused(step, 16, True).check(CONFIGS[config], softcap=2.0, sinks=sinks)
+
+
+@pytest.mark.parametrize("heads", [(9, 3, 64), (4, 4, 96)], ids=lambda h: "-".join(map(str, h)))
+def test_fused_head_shapes(heads: tuple[int, int, int]) -> None:
+    Fused(make_step([(40, 1), (70, 1)], num_decode=2, heads=heads), heads[2], True).check(None)
+
+
+def test_a_fused_mixed_step_takes_two_launches() -> None:
+    Fused(make_step(MIXED, num_decode=2, padding=3), 16, True).check(CHUNKS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from modelrunner.checkpoint import ModelCard
 from modelrunner.errors import PluginError, PluginWarning
 from modelrunner.hookspecs import hookimpl
 from modelrunner.model_states import transformers as plugin
+from modelrunner.model_states.transformers.config import reason_against_architecture, reason_against_source, source_without_import
 from modelrunner.model_states.transformers.probe import Mask, Unfit, follow
 from modelrunner.offers import Decline, Offer
 from modelrunner.plugin_manager import PluginManager
@@ -143,3 +145,26 @@ def test_a_fallback_wins_only_when_nothing_else_could() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PluginWarning)
         assert chosen(OLMO2, Broken(), pin="transformers") == "transformers"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "architecture"),
+    [("llama", "LlamaForCausalLM"), ("olmo2", "Olmo2ForCausalLM"), ("mamba", "MambaForCausalLM"), ("bloom", "BloomForCausalLM")],
+)
+def test_files_say_what_the_imported_lists_say(monkeypatch: pytest.MonkeyPatch, model_type: str, architecture: str) -> None:
+    asked = card(model_type, architecture)
+    want = reason_against_architecture(asked)
+    assert source_without_import(asked) is None, "transformers has been imported"
+    monkeypatch.delitem(sys.modules, "transformers")
+    source = source_without_import(asked)
+    assert source is not None
+    assert reason_against_source(asked, source) == want
+
+
+@pytest.mark.parametrize(
+    ("model_type", "architecture"), [("llama", "LlamaForSequenceClassification"), ("clip", "CLIPModel"), ("orchid", "")]
+)
+def test_what_files_do_not_plainly_say_is_looked_up(monkeypatch: pytest.MonkeyPatch, model_type: str, architecture: str) -> None:
+    asked = card(model_type, architecture)
+    monkeypatch.delitem(sys.modules, "transformers")
+    assert source_without_import(asked) is None

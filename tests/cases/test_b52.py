@@ -1,0 +1,67 @@
+"""B52: kernels were still compiled when the first real requests came, and again at each new class of shapes."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from modelrunner import Engine, OutputKind, SamplingParams
+from modelrunner.testing import ByteTokenizerPlugin, Driver, EngineProbe, P, options, tiny_dense
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, output_kind=OutputKind.FINAL_ONLY)
+SAMPLED = GREEDY.model_copy(update={"temperature": 0.8, "seed": 1})
+FILTERED = SAMPLED.model_copy(update={"top_k": 20, "top_p": 0.9, "min_p": 0.01})
+STEP = 64  # tokens at most, so that a longer prompt is cut
+
+
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Kernels that were built, or fetched from the cache of built ones, by name."""
+    from triton import knobs
+
+    counts: Counter[str] = Counter()
+
+    def listener(*, src: Any, **_: Any) -> None:
+        counts[src.name] += 1
+
+    monkeypatch.setattr(knobs.compilation, "listener", listener)
+    return counts
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_nothing_is_built_once_the_engine_is_ready(built: Counter[str], dtype: str) -> None:
+    settings = options(device="cuda", rows=16, pages=200, tokens=STEP, policy="priority")
+    driver = Driver(Engine({"model": {"name": str(tiny_dense()), "dtype": dtype}} | settings, plugins=[ByteTokenizerPlugin()]))
+    probe = EngineProbe(driver)
+    built.clear()
+
+    def run(label: str, *requests: tuple[int, SamplingParams]) -> float:
+        begun = time.monotonic()
+        for k, (length, params) in enumerate(requests):
+            driver.add(f"{label}{k}", P(length, 7 * k + len(label)), params)
+        driver.finish()
+        assert not built, f"{label}: {dict(built)}"
+        return time.monotonic() - begun
+
+    first = run("first", (20, GREEDY))
+    again = max(run("repeat " + "." * k, (20, GREEDY)) for k in range(3))
+    assert first <= 2 * again + 0.01
+    run("seven", *[(5 + 3 * k, GREEDY) for k in range(7)])
+    run("sixteen", *[(16, GREEDY)] * 16)
+    run("one token", (1, GREEDY))
+    run("chunks", (150, GREEDY), (200, SAMPLED))
+    run("sampled", (16, SAMPLED), (17, GREEDY))
+    run("filtered", (31, FILTERED), (32, SAMPLED), (33, GREEDY))
+    driver.add("low", P(40, 1), GREEDY.model_copy(update={"output_kind": OutputKind.CUMULATIVE}), priority=1)
+    driver.step_until(lambda: driver.num_tokens("low") >= 3)
+    probe.drain()
+    probe.preempt("low")
+    driver.finish()
+    assert driver.engine.scheduler.stats.preemptions == 1
+    assert not built, dict(built)
