@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from tqdm import tqdm  # type: ignore[import-untyped,unused-ignore]
 
+from modelrunner import blank_plans
 from modelrunner.attention import AttentionBackend, AttentionMeta, BoundAttention, ByGroup, attention_meta
 from modelrunner.batch import EDITED, EMPTY_PATCH, Batch, Feature, Outcome, Patch, Plan, Record, Ticket, record_words
 from modelrunner.device import Event, PinnedBuffer
@@ -79,8 +80,8 @@ class Runner:
         plan = self._blank_plan()
         self.state.fill_dummy(self.buffers.batch(plan, self.buckets.shape(plan), self.parts.table.columns))
         kinds = [replace(plan, features=features) for features in (Feature.GREEDY, Feature.PLAIN, Feature.PLAIN | Feature.FILTERED, EDITED)]
-
-        prompts = [self._blank_prompt(plan, n) for n in sorted({min(FIRST_PROMPT, self.longest_prompt), self.longest_prompt})]
+        longest = self.longest_prompt
+        prompts = [blank_plans.prompt(plan, self.parts.layouts, n) for n in sorted({min(FIRST_PROMPT, longest), longest})]
         self._build([partial(self._first, each) for each in (*kinds, *prompts, self._large_plan(self.max_tokens))])
         self._rewind()
         self.warming_up = True
@@ -111,51 +112,16 @@ class Runner:
         self.warming_up = False
 
     def _large_plan(self, num_tokens: int) -> Plan:
-        """So many tokens in as many rows as there can be: one in each, and the rest in the first."""
-        rows = min(self.scratch_row, num_tokens)
-        num_query = np.ones(rows, np.int32)
-        num_query[0] += num_tokens - rows
-        return replace(
-            self._blank_plan(),
-            rows=np.full(rows, self.scratch_row, np.int32),
-            generations=np.full(rows, -1, np.int32),
-            num_query=num_query,
-            num_decode=0,
-            num_tokens=num_tokens,
-            max_query=int(num_query[0]),
-            max_seq_len=self.max_model_len,
-            table_pages=tuple(layout.pages_for(self.max_model_len) for layout in self.parts.layouts),
-            features=Feature.PLAIN | Feature.FILTERED | EDITED | self.parts.taps.all_features,
-        )
+        bounds = num_tokens, self.scratch_row, self.max_model_len
+        return blank_plans.large(self._blank_plan(), self.parts.layouts, *bounds, self.parts.taps.all_features)
 
     def use_caches(self, caches: Mapping[str, torch.Tensor], backends: Mapping[str, AttentionBackend]) -> None:
         """Take other cache memory, by group. Only with nothing in flight and nothing captured."""
         self.parts = replace(self.parts, caches=caches, backends=backends)
         self.caches = ByGroup(caches)
 
-    def _blank_prompt(self, plan: Plan, num_tokens: int) -> Plan:
-        """The blank `plan` with so many query tokens."""
-        counts = dict.fromkeys(("num_tokens", "max_query", "max_seq_len"), num_tokens)
-        pages = tuple(layout.pages_for(num_tokens) for layout in self.parts.layouts)
-        return replace(plan, num_query=plan.num_query * num_tokens, num_decode=0, table_pages=pages, **counts)
-
     def _blank_plan(self) -> Plan:
-        """A step of a dead row, the scratch row, whose columns have their defaults; it goes through all operations and changes nothing."""
-        one = np.ones(1, np.int32)
-        blank = self.parts.table.builder()
-        blank.row(self.scratch_row, {})
-        return Plan(
-            step=-1,
-            rows=one * self.scratch_row,
-            generations=-one,
-            num_query=one,
-            patch=blank.build(),
-            num_decode=1,
-            num_tokens=1,
-            max_query=1,
-            max_seq_len=1,
-            table_pages=(1,) * len(self.parts.layouts),
-        )
+        return blank_plans.blank_row(self.parts.table, len(self.parts.layouts))
 
     def capture(self) -> GraphReport:
         """Capture what may come often, after `warm_up`. The counter is put back: entries written meanwhile are nobody's."""
