@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from modelrunner import Engine, Offer, SamplingParams, hookimpl
-from modelrunner.cache_setup import GRAPH_BYTES
+from modelrunner.cache_setup import LAYER_BYTES
 from modelrunner.devices.deferred import DeferredCpuDevice
 from modelrunner.errors import CapacityError
 from modelrunner.graphs import KINDS
@@ -17,6 +17,7 @@ from modelrunner.testing import ByteTokenizerPlugin, Driver, EngineProbe, P, ass
 
 MIB = 2**20
 TOTAL, TAKEN, STEP, BODY = 1000 * MIB, 100 * MIB, 60 * MIB, 8 * MIB
+GRAPH = 2 * LAYER_BYTES  # of the two layers of the model
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 
@@ -72,7 +73,7 @@ def test_the_cache_gets_what_is_left() -> None:
     assert resolved.num_pages == most, "no more than all rows can use"
     graphs = len(runner.buckets.tokens) + len(runner.buckets.rows) * len(KINDS)
     assert runner.graphs.count == graphs
-    left = 100 * MIB - STEP - BODY - graphs * GRAPH_BYTES
+    left = 100 * MIB - STEP - BODY - graphs * GRAPH
     assert f"the largest step (200 tokens, 6 rows) {60 / 1024:.2f} GiB" in resolved.memory
     assert f"left for the cache {left / 2**30:.2f} GiB; 0.20 GiB of 0.98 GiB may be filled" in resolved.memory
     assert resolved.memory in str(resolved)
@@ -81,7 +82,7 @@ def test_the_cache_gets_what_is_left() -> None:
 def test_a_tight_cache_is_exact_and_works() -> None:
     """The caches of the start are replaced: what was captured, and every step, works on the new ones."""
     free = start().runner
-    spare = 100 * MIB - BODY - free.graphs.count * GRAPH_BYTES
+    spare = 100 * MIB - BODY - free.graphs.count * GRAPH
     page = start().assembly.resolved.page_bytes
     engine = start(step=spare - 41 * page - page // 2)
     assert engine.assembly.resolved.num_pages == 40, "one more is the null page"
