@@ -23,7 +23,8 @@ class AttentionMeta:
     """What attention over one cache group needs to know of a step. Tensors are exact and on the device; integers are host upper bounds.
 
     query_start [N+1], query_len [N], seq_len [N] int32; token_row [T], positions [T] int64; slots [T] int64 (-1: do not write);
-    block_table [N, pages] int32. The first `num_decode` rows have exactly `decode_query` query slots each.
+    block_table [N, pages] int32. The first `num_decode` rows have exactly `decode_query` query slots each; it is 0 in a captured step with
+    prompts, which serves any number of such rows.
     """
 
     num_rows: int

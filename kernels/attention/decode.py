@@ -308,7 +308,6 @@ def decode_rows(
     q: [T, H, D]. With rotary, q is a view [T, H, D] of the projection's output, in which its keys and values follow; they are written.
     """
     decode = work.decode
-    assert decode is not None
     config, device = decode.config, q.device
     num_kv, dim, group = work.num_kv_heads, q.shape[2], q.shape[1] // work.num_kv_heads
     block_dim, rows_out = max(16, next_power_of_2(dim)), next_power_of_2(decode.queries * group)

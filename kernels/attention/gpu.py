@@ -38,8 +38,7 @@ def indexed_attention(
     if q.stride(2) != 1:
         q = q.contiguous()
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    if index.decode is not None:
-        decode_rows(q, cache, out, index, scale, softcap, sinks)
+    decode_rows(q, cache, out, index, scale, softcap, sinks)
     if index.prefill is not None:
         prefill_rows(q, cache, out, index, scale, softcap, sinks)
     return out
@@ -102,7 +101,7 @@ def qkv_attention(
 ) -> torch.Tensor:
     """The fusion of that name: one launch for few decode rows of one token each, else two. slots: those of the index."""
     decode = index.decode
-    if index.prefill is not None or decode is None or decode.queries > 1 or not decode.config.fused:
+    if index.prefill is not None or decode.queries > 1 or not decode.config.fused:
         q = qkv_rope_write(qkv, num_heads, num_kv_heads, q_norm, k_norm, eps, cos_sin, cache, slots, index)
         return indexed_attention(q, cache, index, scale=scale, softcap=softcap, sinks=sinks)
     if qkv.stride(1) != 1 or cos_sin.stride(1) != 1:
@@ -191,12 +190,13 @@ def _gather_build(kind: str, token: int) -> Build:
 
 def _list_builds() -> list[Build]:
     pointers = ("items_ptr", "tiles_ptr", "count_ptr", "arrivals_ptr", "query_start_ptr", "query_len_ptr", "seq_len_ptr", "sorted_ptr")
-    numbers = ("num_rows", "capacity", "window", "num_decode", "num_tokens")
+    numbers = ("num_rows", "capacity", "window", "num_tokens")
     types = dict.fromkeys(pointers, "*i32") | dict.fromkeys(numbers, "i32")
-    rows = {"HAS_WINDOW": False, "BLOCK_ROWS": 256}
+    rows = {"HAS_WINDOW": False, "BLOCK_ROWS": 256, "QUERIES": 1}
     return [
         Build(decode_items, types, rows | {"CHUNK": 512, "NUM_KV": 8, "BLOCK_CHUNKS": 4, "NUM_BINS": 8}),
         Build(prefill_tiles, types, rows | {"TILE": 64, "BLOCK_TILES": 4}),
+        Build(prefill_tiles, types, rows | {"TILE": 64, "BLOCK_ROWS": 2048, "BLOCK_TILES": 1}, num_warps=16),
         Build(sort_tiles, types, {"BLOCK": 32, "BLOCK_OTHERS": 64}),
     ]
 

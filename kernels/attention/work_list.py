@@ -1,8 +1,9 @@
 """What there is to attend to in one step, worked out on the device: a list of items that persistent programs share out.
 
 Decode rows (the first ones, a fixed number of query tokens each) are cut along their keys, into chunks that begin at multiples of the chunk
-size, so that where a row is cut depends on its own positions alone. The other rows are cut along their queries, into tiles. Buffers are
-sized by upper bounds that follow from shapes; how much of them counts is a number on the device, so one captured graph serves all lengths.
+size, so that where a row is cut depends on its own positions alone. The other rows are cut along their queries, into tiles. Which rows are
+which is read off where their tokens begin. Buffers are sized by upper bounds that follow from shapes; how much of them counts is a number
+on the device, so one captured graph serves all lengths, and all mixtures of decode rows and prompts.
 
 Letters: N rows, T tokens, H query heads, HK key-value heads, G = H / HK, D head size.
 """
@@ -23,6 +24,7 @@ ITEM = 8  # int32 words of an item, see the kernels
 BINS = 8  # lengths that last chunks are sorted into, longest first
 PARTIAL_BYTES = 32 << 20  # of partial results; beyond it chunks grow
 MAX_BLOCK = 1024  # items written at a time
+MIXED_ROWS = 1024  # of a list of a step with prompts, at least: such steps have any number of rows, and each power of two is a build
 
 
 @dataclass(frozen=True)
@@ -89,8 +91,16 @@ class AttentionWork:
     window: int | None
     slots: torch.Tensor
     block_table: torch.Tensor
-    decode: DecodeList | None
+    decode: DecodeList
     prefill: PrefillList | None
+
+
+@triton.jit
+def decodes(rows, there, query_start_ptr, QUERIES: tl.constexpr):
+    """Which rows are decode rows: those whose tokens lie where they do if all rows before have QUERIES query slots, and this one too."""
+    begin = tl.load(query_start_ptr + rows, mask=there, other=-1)
+    end = tl.load(query_start_ptr + rows + 1, mask=there, other=-1)
+    return there & (begin == rows * QUERIES) & (end == (rows + 1) * QUERIES)
 
 
 @triton.jit
@@ -98,11 +108,13 @@ def decode_items(
     items_ptr,
     count_ptr,
     arrivals_ptr,
+    query_start_ptr,
     query_len_ptr,
     seq_len_ptr,
     num_rows,
     capacity,
     window,
+    QUERIES: tl.constexpr,
     CHUNK: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     NUM_KV: tl.constexpr,
@@ -116,7 +128,7 @@ def decode_items(
     by falling length. If the partial results would not fit into `capacity`, chunks double until they do.
     """
     rows = tl.arange(0, BLOCK_ROWS)
-    there = rows < num_rows
+    there = decodes(rows, rows < num_rows, query_start_ptr, QUERIES)
     query_len = tl.load(query_len_ptr + rows, mask=there, other=0)
     seq_len = tl.load(seq_len_ptr + rows, mask=there, other=0)
     first = tl.zeros([BLOCK_ROWS], tl.int32)
@@ -133,7 +145,7 @@ def decode_items(
     early = tl.where(there, tl.maximum(splits, 1) - 1, 0)
     early_start = tl.cumsum(early, 0) - early
     offset = tl.sum(early, 0)
-    tl.store(count_ptr, offset + num_rows)
+    tl.store(count_ptr, offset + tl.sum(there.to(tl.int32), 0))
 
     first_chunk = first // chunk
     last_start = tl.maximum(first, (first_chunk + early) * chunk)
@@ -153,7 +165,7 @@ def decode_items(
     tl.store(item + 6, early, mask=there)
     tl.store(item + 7, early + 1, mask=there)
     for head in range(NUM_KV):
-        tl.store(arrivals_ptr + rows * NUM_KV + head, tl.zeros([BLOCK_ROWS], tl.int32), mask=there)
+        tl.store(arrivals_ptr + rows * NUM_KV + head, tl.zeros([BLOCK_ROWS], tl.int32), mask=rows < num_rows)
 
     for begin in range(0, tl.max(early, 0), BLOCK_CHUNKS):
         split = begin + tl.arange(0, BLOCK_CHUNKS)[None, :]
@@ -178,26 +190,26 @@ def prefill_tiles(
     query_start_ptr,
     query_len_ptr,
     seq_len_ptr,
-    num_decode,
     num_rows,
     num_tokens,
     window,
+    QUERIES: tl.constexpr,
     TILE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_TILES: tl.constexpr,
 ):
-    """Write the tiles (row, first query, query length, length, first token, tokens, keys, 0) of the rows from num_decode on, in order.
+    """Write the tiles (row, first query, query length, length, first token, tokens, keys, 0) of the rows after the decode rows, in order.
 
     Tokens that no row owns, at the end, are tiles of a dead row: their outputs are written too.
     """
-    rows = num_decode + tl.arange(0, BLOCK_ROWS)
+    rows = tl.arange(0, BLOCK_ROWS)
     there = rows < num_rows
     query_len = tl.load(query_len_ptr + rows, mask=there, other=0)
     seq_len = tl.load(seq_len_ptr + rows, mask=there, other=0)
     begin = tl.load(query_start_ptr + rows, mask=rows <= num_rows, other=num_tokens)
     end = tl.load(query_start_ptr + rows + 1, mask=there, other=num_tokens)
-    tiles = tl.cdiv(end - begin, TILE)
+    tiles = tl.where(decodes(rows, there, query_start_ptr, QUERIES), 0, tl.cdiv(end - begin, TILE))
     tile_start = tl.cumsum(tiles, 0) - tiles
     tl.store(count_ptr, tl.sum(tiles, 0))
     for tile_begin in range(0, tl.max(tiles, 0), BLOCK_TILES):
@@ -256,7 +268,10 @@ def attention_index(
     window: int | None = None,
     dtype: torch.dtype | None = None,
 ) -> AttentionWork:
-    """`kernels.attention.index.attention_index` with the work found on the device. Arguments as there; launches one to three kernels."""
+    """`kernels.attention.index.attention_index` with the work found on the device. Arguments as there; launches one to three kernels.
+
+    num_decode says only whether there are other rows too: then decode rows are found on the device.
+    """
     limits = (num_decode, decode_query, max_seq_len, window)
     return build_work(cache, block_table, query_start, query_len, seq_len, slots, num_heads, limits, dtype or cache.dtype)
 
@@ -279,13 +294,14 @@ def build_work(
     num_kv_heads, head_dim = cache.shape[3], cache.shape[4]
     num_tokens = slots.shape[0]
     group = num_heads // num_kv_heads
-    decode = prefill = None
-    if num_decode:
-        shape = (num_decode, decode_query, num_kv_heads, group, head_dim)
-        decode = _decode_list(decode_config or choose_decode(num_decode, head_dim, dtype), shape, query_len, seq_len, max_seq_len, window)
-    if num_tokens > num_decode * decode_query:
-        config = prefill_config or choose_prefill(head_dim, dtype)
-        prefill = _prefill_list(config, group, num_decode, decode_query, query_start, query_len, seq_len, num_tokens, window)
+    rows, prefill = query_len.shape[0], None
+    shape = (rows, decode_query, num_kv_heads, group, head_dim)
+    config = decode_config or choose_decode(rows, head_dim, dtype)
+    mixed = num_tokens > num_decode * decode_query
+    decode = _decode_list(config, shape, query_start, query_len, seq_len, max_seq_len, window, MIXED_ROWS if mixed else 1)
+    if mixed:
+        tiles = prefill_config or choose_prefill(head_dim, dtype)
+        prefill = _prefill_list(tiles, group, decode_query, query_start, query_len, seq_len, num_tokens, window)
     return AttentionWork(num_kv_heads, rows_per_page(cache), window, slots, block_table, decode, prefill)
 
 
@@ -318,10 +334,12 @@ def choose_prefill(head_dim: int, dtype: torch.dtype) -> PrefillConfig:
 def _decode_list(
     config: DecodeConfig,
     shape: tuple[int, int, int, int, int],
+    query_start: torch.Tensor,
     query_len: torch.Tensor,
     seq_len: torch.Tensor,
     max_seq_len: int,
     window: int | None,
+    least_block: int,
 ) -> DecodeList:
     rows, queries, num_kv_heads, group, head_dim = shape
     device = query_len.device
@@ -334,22 +352,24 @@ def _decode_list(
     small = torch.empty(1 + rows * num_kv_heads, dtype=torch.int32, device=device)
     partial = torch.empty((max(capacity, 1), num_kv_heads, queries * group, head_dim), dtype=torch.float32, device=device)
     lse = torch.empty_like(partial)
-    block = next_power_of_2(rows)
+    block = max(next_power_of_2(rows), least_block)
     decode_items[(1,)](
         items,
         small,
         small[1:],
+        query_start,
         query_len,
         seq_len,
         rows,
         capacity,
         window or 0,
+        QUERIES=queries,
         CHUNK=config.chunk,
         HAS_WINDOW=window is not None,
         NUM_KV=num_kv_heads,
         BLOCK_ROWS=block,
         BLOCK_CHUNKS=max(1, MAX_BLOCK // block),
-        NUM_BINS=BINS if rows > 16 else 1,
+        NUM_BINS=BINS if rows > 16 or least_block > 1 else 1,
         num_warps=4 if block <= 1024 else 16,
     )
     return DecodeList(config, rows, queries, items, small[:1], small[1:], partial, lse)
@@ -358,7 +378,6 @@ def _decode_list(
 def _prefill_list(
     config: PrefillConfig,
     group: int,
-    num_decode: int,
     decode_query: int,
     query_start: torch.Tensor,
     query_len: torch.Tensor,
@@ -368,22 +387,22 @@ def _prefill_list(
 ) -> PrefillList:
     tile_query = max(config.block_queries, next_power_of_2(group)) // group
     num_rows, device = query_len.shape[0], query_len.device
-    rows = num_rows - num_decode + 1  # and one of the tokens that nobody owns
-    capacity = (num_tokens - num_decode * decode_query) // tile_query + rows
+    rows = num_rows + 1  # and one of the tokens that nobody owns
+    capacity = num_tokens // tile_query + rows
     unsorted = torch.empty((capacity, ITEM), dtype=torch.int32, device=device)
     tiles = torch.empty_like(unsorted)
     count = torch.empty(1, dtype=torch.int32, device=device)
-    block = next_power_of_2(rows)
+    block = max(next_power_of_2(rows), MIXED_ROWS)
     prefill_tiles[(1,)](
         unsorted,
         count,
         query_start,
         query_len,
         seq_len,
-        num_decode,
         num_rows,
         num_tokens,
         window or 0,
+        QUERIES=decode_query,
         TILE=tile_query,
         HAS_WINDOW=window is not None,
         BLOCK_ROWS=block,

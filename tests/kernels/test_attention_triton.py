@@ -176,7 +176,6 @@ def test_all_layers_share_a_work_list(config: DecodeConfig) -> None:
     work = step.work(config)
     for layer in (0, 1, 2, 0):
         close(step.got(work, layer)[step.live], step.want(layer)[step.live], "paged_attention")
-    assert work.decode is not None
     assert not work.decode.arrivals.any()
 
 
@@ -188,6 +187,26 @@ def test_a_loose_bound_on_lengths_changes_nothing() -> None:
     table = step.arguments["block_table"]
     step.arguments["block_table"] = torch.cat((table, table.new_full((table.shape[0], 300), 1 << 30)), 1)
     assert torch.equal(step.got(step.work(CHUNKS)), exact)
+
+
+@pytest.mark.parametrize("rows", [[*DECODE, (3, 30)], [(40, 1), (3, 0), (0, 23), (9, 1)], [(0, 9), (7, 1)], [(5, 1), (5, 2), (0, 0)]])
+@pytest.mark.parametrize("window", [None, 9], ids=lambda w: f"window-{w}")
+def test_decode_rows_are_found_on_the_device(rows: list[Row], window: int | None) -> None:
+    """A captured step with prompts does not say how many rows decode, and has rows of nobody at its end."""
+    num_decode = next((i for i, (_, query) in enumerate(rows) if query > 1), len(rows))
+    step = make_step(rows, num_decode=num_decode, padding=4, window=window)
+    work = step.work(CHUNKS, TILES)
+    told = {item[0] for item in work.decode.items[: int(work.decode.count)].tolist()}
+    assert told == set(range(num_decode))
+    exact = step.got(work)
+    step.limits["num_decode"] = 0
+    assert torch.equal(step.got(step.work(CHUNKS, TILES)), exact)
+    tokens = step.arguments["slots"].shape[0]
+    for name, value in (("query_start", tokens), ("query_len", 0), ("seq_len", 0)):
+        step.arguments[name] = torch.cat((step.arguments[name], step.arguments[name].new_full((5,), value)))
+    table = step.arguments["block_table"]
+    step.arguments["block_table"] = torch.cat((table, table.new_zeros(5, table.shape[1])))
+    assert torch.equal(step.got(step.work(CHUNKS, TILES))[step.live], exact[step.live])
 
 
 def test_a_row_is_not_changed_by_its_neighbours() -> None:
@@ -207,7 +226,6 @@ def test_chunks_grow_where_partial_results_would_not_fit(monkeypatch: pytest.Mon
     monkeypatch.setattr(work_list, "PARTIAL_BYTES", 12 * 6 * 16 * 8)
     step = make_step([(149, 1), (120, 1), (15, 1), (140, 1)], num_decode=4, window=window)
     work = step.work(ONE_BLOCK)
-    assert work.decode is not None
     items = work.decode.items[: int(work.decode.count)]
     assert int(items[:, 5].max()) < 12 <= work.decode.partial.shape[0]
     step.check(ONE_BLOCK)
@@ -219,7 +237,6 @@ def test_decode_items(rows: int) -> None:
     lengths = torch.randint(1, 100, (rows,)).tolist()
     step = make_step([(n - 1, 1) for n in lengths], num_decode=rows)
     work = step.work(CHUNKS)
-    assert work.decode is not None
     items = work.decode.items[: int(work.decode.count)].tolist()
     assert len(items[0]) == ITEM
     for row, length in enumerate(lengths):
