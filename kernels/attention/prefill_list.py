@@ -13,7 +13,7 @@ from modelrunner.kernels.attention.device import dependent_launch, next_power_of
 
 ITEM = 8  # int32 words of an item, see the kernels
 MAX_BLOCK = 1024  # items written at a time
-GATHER_QUERIES = 256  # of the longest prompt, from which on keys are gathered
+GATHER_QUERIES = 2048  # of the longest prompt, from which on gathering was measured to pay
 GATHER_BYTES = 512 << 20  # of gathered keys and values; beyond it they are read from their pages
 
 
