@@ -40,11 +40,11 @@ def fold_blocks(
 
 @triton.jit
 def gathered_attention(
-    q_ptr, k_desc, v_desc, out_ptr, tiles_ptr, count_ptr, starts_ptr, sinks_ptr, scale, softcap, first_row, q_token, q_head,
+    q_ptr, k_desc, v_desc, out_ptr, tiles_ptr, count_ptr, starts_ptr, sinks_ptr, scale, softcap, q_token, q_head,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A persistent program, as `prefill_attention`. starts_ptr: where the keys of rows from first_row on begin."""
+    """A persistent program, as `prefill_attention`. starts_ptr: where the keys of rows begin."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -65,7 +65,7 @@ def gathered_attention(
             token = tl.load(tile + 4).to(tl.int64)
             tokens = tl.load(tile + 5)
             live = tl.minimum(query_len - first_query, TILE)  # 0 or less: tokens that only want a finite output
-            start = tl.load(starts_ptr + row - first_row)
+            start = tl.load(starts_ptr + row)
             first_position = seq_len - query_len + first_query
             heads = (head * GROUP + m % GROUP)[:, None]
             q_ok = ((query < live) & (query < TILE))[:, None]
@@ -110,7 +110,8 @@ def gathered_rows(
     assert keys is not None
     num_kv, dim, group = work.num_kv_heads, q.shape[2], q.shape[1] // work.num_kv_heads
     kv = torch.empty((keys.num_tokens, 2, num_kv, dim), dtype=cache.dtype, device=device)
-    gather_pages(cache, work.block_table[keys.first_row :], keys.starts, keys.lengths, kv, max_tokens=keys.max_tokens)
+    first = keys.first_row
+    gather_pages(cache, work.block_table[first:], keys.starts[first:], keys.lengths[first:], kv, max_tokens=keys.max_tokens)
     shape, strides, block = [keys.num_tokens, num_kv * dim], [2 * num_kv * dim, 1], [config.block_keys, dim]
     descriptors = [TensorDescriptor(kv[:, i], shape, strides, block) for i in range(2)]
     programs = min(prefill.tiles.shape[0] * num_kv, processors(device) * config.programs)
@@ -124,7 +125,6 @@ def gathered_rows(
         q if sinks is None else sinks,
         scale,
         softcap or 0.0,
-        keys.first_row,
         q.stride(0),
         q.stride(1),
         NUM_KV=num_kv,

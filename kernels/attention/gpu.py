@@ -133,7 +133,7 @@ def _prefill_build(kind: str, group: int, dim: int) -> Build:
 def _gathered_build(kind: str, group: int, dim: int) -> Build:
     config = gathered_config(dim)
     keys = dict.fromkeys(("k_desc", "v_desc"), f"tensordesc<{kind}[{config.block_keys}, {dim}]>")
-    signature = _signature(kind) | keys | {"starts_ptr": "*i32", "first_row": "i32"}
+    signature = _signature(kind) | keys | {"starts_ptr": "*i32"}
     constants = {"NUM_KV": 8, "GROUP": group, "TILE": config.block_queries // group, "D": dim, "BLOCK_M": config.block_queries}
     constants |= {"BLOCK_S": config.block_keys, "HAS_SOFTCAP": False, "HAS_SINKS": False, "PDL": True}
     return Build(gathered_attention, signature, constants, config.num_warps, config.num_stages, 0, _STEPS, (90, 100))
@@ -160,7 +160,7 @@ def _gather_build(kind: str, token: int) -> Build:
     values = dict.fromkeys(("out_ptr", "cache_ptr"), f"*{kind}")
     lists = dict.fromkeys(("table_ptr", "starts_ptr", "lengths_ptr"), "*i32")
     signature = values | lists | dict.fromkeys(("table_row", "page_rows"), "i32")
-    return Build(copy_pages, signature, {"PAGE": 16, "TOKEN": token, "BLOCK": BLOCK}, num_warps=8, divisible=("table_row", "page_rows"))
+    return Build(copy_pages, signature, {"PAGE": 16, "TOKEN": token, "BLOCK": BLOCK}, num_warps=8, divisible=("page_rows",))
 
 
 def _list_builds() -> list[Build]:

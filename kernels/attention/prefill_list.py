@@ -14,6 +14,7 @@ from modelrunner.kernels.attention.device import dependent_launch, next_power_of
 ITEM = 8  # int32 words of an item, see the kernels
 MAX_BLOCK = 1024  # items written at a time
 GATHER_QUERIES = 2048  # of the longest prompt, from which on gathering was measured to pay
+_ANY_SIZE = ("num_decode", "num_rows", "num_tokens", "window")  # no build for each kind of number
 GATHER_BYTES = 512 << 20  # of gathered keys and values; beyond it they are read from their pages
 
 
@@ -36,7 +37,8 @@ class PrefillConfig:
 class GatheredKeys:
     """Where the keys of rows from first_row on go when they are gathered: blocks of block_keys tokens, zeros after a row's last.
 
-    starts: [rows + 1] int32, a row's first token. lengths: [rows] int32. num_tokens: bounds all of them. max_tokens: those of a row.
+    starts: [N + 1] int32, a row's first token. lengths: [N] int32. Both are undefined for the rows before. num_tokens: bounds all tokens.
+    max_tokens: those of a row.
     """
 
     first_row: int
@@ -57,7 +59,7 @@ class PrefillList:
     keys: GatheredKeys | None
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_ANY_SIZE)
 def prefill_tiles(
     tiles_ptr,
     count_ptr,
@@ -91,7 +93,7 @@ def prefill_tiles(
     tl.store(count_ptr, tl.sum(tiles, 0))
     if BLOCK_KEYS:
         room = tl.cdiv(seq_len, BLOCK_KEYS) * BLOCK_KEYS
-        tl.store(starts_ptr + rows - num_decode, tl.cumsum(room, 0) - room, mask=rows <= num_rows)
+        tl.store(starts_ptr + rows, tl.cumsum(room, 0) - room, mask=rows <= num_rows)
     for tile_begin in range(0, tl.max(tiles, 0), BLOCK_TILES):
         tile = tile_begin + tl.arange(0, BLOCK_TILES)[None, :]
         mask = tile < tiles[:, None]
@@ -184,9 +186,9 @@ def prefill_list(
     count = torch.empty(1, dtype=torch.int32, device=device)
     keys = None
     if config.gathered:
-        starts = torch.empty(rows, dtype=torch.int32, device=device)
+        starts = torch.empty(num_rows + 1, dtype=torch.int32, device=device)
         tokens = _gathered_tokens(max_seq_len, config)
-        keys = GatheredKeys(num_decode, starts, seq_len[num_decode:], (rows - 1) * tokens, tokens)
+        keys = GatheredKeys(num_decode, starts, seq_len, (rows - 1) * tokens, tokens)
     block = next_power_of_2(rows)
     prefill_tiles[(1,)](
         unsorted,
