@@ -10,16 +10,15 @@ import torch
 from modelrunner.kernels.attention.decode import COMBINE_FLOATS, decode_attention, decode_rows
 from modelrunner.kernels.attention.device import next_power_of_2
 from modelrunner.kernels.attention.gather import BLOCK, copy_pages, gather_pages
+from modelrunner.kernels.attention.gathered import gathered_attention, gathered_rows
 from modelrunner.kernels.attention.prefill import prefill_attention, prefill_rows
+from modelrunner.kernels.attention.prefill_list import choose_prefill, gathered_config, prefill_tiles, sort_tiles
 from modelrunner.kernels.attention.rope_write import norm_rotate_write, qkv_rope_write
 from modelrunner.kernels.attention.work_list import (
     AttentionWork,
     attention_index,
     choose_decode,
-    choose_prefill,
     decode_items,
-    prefill_tiles,
-    sort_tiles,
 )
 from modelrunner.kernels.attention.write import indexed_write, write_cache
 from modelrunner.kernels.builds import Build
@@ -40,7 +39,8 @@ def indexed_attention(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     decode_rows(q, cache, out, index, scale, softcap, sinks)
     if index.prefill is not None:
-        prefill_rows(q, cache, out, index, scale, softcap, sinks)
+        rows = prefill_rows if index.prefill.keys is None else gathered_rows
+        rows(q, cache, out, index, scale, softcap, sinks)
     return out
 
 
@@ -163,6 +163,15 @@ def _prefill_build(kind: str, group: int, dim: int) -> Build:
     return Build(prefill_attention, _signature(kind), constants | _PLAIN, config.num_warps, config.num_stages, spill, _STEPS)
 
 
+def _gathered_build(kind: str, group: int, dim: int) -> Build:
+    config = gathered_config(dim)
+    keys = dict.fromkeys(("k_desc", "v_desc"), f"tensordesc<{kind}[{config.block_keys}, {dim}]>")
+    signature = _signature(kind) | keys | {"starts_ptr": "*i32"}
+    constants = {"NUM_KV": 8, "GROUP": group, "TILE": config.block_queries // group, "D": dim, "BLOCK_M": config.block_queries}
+    constants |= {"BLOCK_S": config.block_keys, "HAS_SOFTCAP": False, "HAS_SINKS": False, "PDL": True}
+    return Build(gathered_attention, signature, constants, config.num_warps, config.num_stages, 0, _STEPS, (90, 100))
+
+
 def _signature(kind: str) -> dict[str, str]:
     """Types of both attention kernels' arguments."""
     values = dict.fromkeys(("q_ptr", "cache_ptr", "out_ptr", "sinks_ptr", "q_norm_ptr", "k_norm_ptr"), f"*{kind}")
@@ -185,18 +194,19 @@ def _gather_build(kind: str, token: int) -> Build:
     values = dict.fromkeys(("out_ptr", "cache_ptr"), f"*{kind}")
     lists = dict.fromkeys(("table_ptr", "starts_ptr", "lengths_ptr"), "*i32")
     signature = values | lists | dict.fromkeys(("table_row", "page_rows"), "i32")
-    return Build(copy_pages, signature, {"PAGE": 16, "TOKEN": token, "BLOCK": BLOCK}, num_warps=8, divisible=("table_row", "page_rows"))
+    return Build(copy_pages, signature, {"PAGE": 16, "TOKEN": token, "BLOCK": BLOCK}, num_warps=8, divisible=("page_rows",))
 
 
 def _list_builds() -> list[Build]:
-    pointers = ("items_ptr", "tiles_ptr", "count_ptr", "arrivals_ptr", "query_start_ptr", "query_len_ptr", "seq_len_ptr", "sorted_ptr")
+    rows_of = ("query_start_ptr", "query_len_ptr", "seq_len_ptr")
+    pointers = ("items_ptr", "tiles_ptr", "count_ptr", "arrivals_ptr", "sorted_ptr", "starts_ptr", *rows_of)
     numbers = ("num_rows", "capacity", "window", "num_tokens")
     types = dict.fromkeys(pointers, "*i32") | dict.fromkeys(numbers, "i32")
     rows = {"HAS_WINDOW": False, "BLOCK_ROWS": 256, "QUERIES": 1}
     return [
         Build(decode_items, types, rows | {"CHUNK": 512, "NUM_KV": 8, "BLOCK_CHUNKS": 4, "NUM_BINS": 8}),
-        Build(prefill_tiles, types, rows | {"TILE": 64, "BLOCK_TILES": 4}),
-        Build(prefill_tiles, types, rows | {"TILE": 64, "BLOCK_ROWS": 2048, "BLOCK_TILES": 1}, num_warps=16),
+        *[Build(prefill_tiles, types, rows | {"TILE": 64, "BLOCK_TILES": 4, "BLOCK_KEYS": keys}) for keys in (0, 64)],
+        Build(prefill_tiles, types, rows | {"TILE": 64, "BLOCK_ROWS": 2048, "BLOCK_TILES": 1, "BLOCK_KEYS": 0}, num_warps=16),
         Build(sort_tiles, types, {"BLOCK": 32, "BLOCK_OTHERS": 64}),
     ]
 
@@ -219,5 +229,6 @@ BUILDS = [
     _qkv_build("bf16", 16, 8, 128, 16, True),
     _qkv_build("fp32", 9, 3, 64, 16, False),
     _gather_build("bf16", 2 * 8 * 128),
+    *[_gathered_build("bf16", group, dim) for group, dim in ((2, 128), (3, 64), (4, 128))],
     *_list_builds(),
 ]

@@ -19,12 +19,20 @@ import triton.language as tl
 
 from modelrunner.kernels.attention.device import next_power_of_2
 from modelrunner.kernels.attention.index import rows_per_page
+from modelrunner.kernels.attention.prefill_list import (
+    ITEM,
+    MAX_BLOCK,
+    MIXED_ROWS,
+    PrefillConfig,
+    PrefillList,
+    choose_gathered,
+    choose_prefill,
+    decodes,
+    prefill_list,
+)
 
-ITEM = 8  # int32 words of an item, see the kernels
 BINS = 8  # lengths that last chunks are sorted into, longest first
 PARTIAL_BYTES = 32 << 20  # of partial results; beyond it chunks grow
-MAX_BLOCK = 1024  # items written at a time
-MIXED_ROWS = 1024  # of a list of a step with prompts, at least: such steps have any number of rows, and each power of two is a build
 
 
 @dataclass(frozen=True)
@@ -45,17 +53,6 @@ class DecodeConfig:
 
 
 @dataclass(frozen=True)
-class PrefillConfig:
-    """block_queries: queries times grouped heads of a tile. block_keys: keys at a time. programs: per multiprocessor."""
-
-    block_queries: int
-    block_keys: int
-    num_warps: int
-    num_stages: int
-    programs: int
-
-
-@dataclass(frozen=True)
 class DecodeList:
     """items: [capacity, ITEM] int32 and count [1] int32 of them. arrivals: [rows * HK] int32, zeros between launches: finished chunks.
 
@@ -73,16 +70,6 @@ class DecodeList:
 
 
 @dataclass(frozen=True)
-class PrefillList:
-    """tiles: [capacity, ITEM] int32 and count [1] int32 of them, longest first."""
-
-    config: PrefillConfig
-    tile_query: int
-    tiles: torch.Tensor
-    count: torch.Tensor
-
-
-@dataclass(frozen=True)
 class AttentionWork:
     """One step of one cache group. slots: [T] int64, -1: not written. page_rows: distance of two pages, in tokens."""
 
@@ -93,14 +80,6 @@ class AttentionWork:
     block_table: torch.Tensor
     decode: DecodeList
     prefill: PrefillList | None
-
-
-@triton.jit
-def decodes(rows, there, query_start_ptr, QUERIES: tl.constexpr):
-    """Which rows are decode rows: those whose tokens lie where they do if all rows before have QUERIES query slots, and this one too."""
-    begin = tl.load(query_start_ptr + rows, mask=there, other=-1)
-    end = tl.load(query_start_ptr + rows + 1, mask=there, other=-1)
-    return there & (begin == rows * QUERIES) & (end == (rows + 1) * QUERIES)
 
 
 @triton.jit
@@ -183,74 +162,6 @@ def decode_items(
         tl.store(early_item + 7, shape + early[:, None] + 1, mask=mask)
 
 
-@triton.jit
-def prefill_tiles(
-    tiles_ptr,
-    count_ptr,
-    query_start_ptr,
-    query_len_ptr,
-    seq_len_ptr,
-    num_rows,
-    num_tokens,
-    window,
-    QUERIES: tl.constexpr,
-    TILE: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_TILES: tl.constexpr,
-):
-    """Write the tiles (row, first query, query length, length, first token, tokens, keys, 0) of the rows after the decode rows, in order.
-
-    Tokens that no row owns, at the end, are tiles of a dead row: their outputs are written too.
-    """
-    rows = tl.arange(0, BLOCK_ROWS)
-    there = rows < num_rows
-    query_len = tl.load(query_len_ptr + rows, mask=there, other=0)
-    seq_len = tl.load(seq_len_ptr + rows, mask=there, other=0)
-    begin = tl.load(query_start_ptr + rows, mask=rows <= num_rows, other=num_tokens)
-    end = tl.load(query_start_ptr + rows + 1, mask=there, other=num_tokens)
-    tiles = tl.where(decodes(rows, there, query_start_ptr, QUERIES), 0, tl.cdiv(end - begin, TILE))
-    tile_start = tl.cumsum(tiles, 0) - tiles
-    tl.store(count_ptr, tl.sum(tiles, 0))
-    for tile_begin in range(0, tl.max(tiles, 0), BLOCK_TILES):
-        tile = tile_begin + tl.arange(0, BLOCK_TILES)[None, :]
-        mask = tile < tiles[:, None]
-        first = tile * TILE
-        live = tl.minimum(query_len[:, None] - first, TILE)
-        last = seq_len[:, None] - query_len[:, None] + first + live
-        keys = last
-        if HAS_WINDOW:
-            keys = tl.minimum(last, window + live - 1)
-        shape = tl.zeros([BLOCK_ROWS, BLOCK_TILES], tl.int32)
-        out = tiles_ptr + (tile_start[:, None] + tile) * 8
-        tl.store(out, shape + rows[:, None], mask=mask)
-        tl.store(out + 1, shape + first, mask=mask)
-        tl.store(out + 2, shape + query_len[:, None], mask=mask)
-        tl.store(out + 3, shape + seq_len[:, None], mask=mask)
-        tl.store(out + 4, begin[:, None] + first, mask=mask)
-        tl.store(out + 5, tl.minimum(end[:, None] - begin[:, None] - first, TILE), mask=mask)
-        tl.store(out + 6, tl.where(live > 0, keys, 0), mask=mask)
-        tl.store(out + 7, shape, mask=mask)
-
-
-@triton.jit
-def sort_tiles(sorted_ptr, tiles_ptr, count_ptr, BLOCK: tl.constexpr, BLOCK_OTHERS: tl.constexpr):
-    """Copy the tiles in falling order of their keys; equal ones keep their order. Each program finds the places of BLOCK tiles."""
-    count = tl.load(count_ptr)
-    tile = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    there = tile < count
-    keys = tl.load(tiles_ptr + tile * 8 + 6, mask=there, other=0)
-    place = tl.zeros([BLOCK], tl.int32)
-    for begin in range(0, count, BLOCK_OTHERS):
-        other = begin + tl.arange(0, BLOCK_OTHERS)
-        others = tl.load(tiles_ptr + other * 8 + 6, mask=other < count, other=-1)[None, :]
-        before = (others > keys[:, None]) | ((others == keys[:, None]) & (other[None, :] < tile[:, None]))
-        place += tl.sum(before.to(tl.int32), 1)
-    word = tl.arange(0, 8)[None, :]
-    words = tl.load(tiles_ptr + tile[:, None] * 8 + word, mask=there[:, None], other=0)
-    tl.store(sorted_ptr + place[:, None] * 8 + word, words, mask=there[:, None])
-
-
 def attention_index(
     cache: torch.Tensor,
     block_table: torch.Tensor,
@@ -273,7 +184,8 @@ def attention_index(
     num_decode says only whether there are other rows too: then decode rows are found on the device.
     """
     limits = (num_decode, decode_query, max_seq_len, window)
-    return build_work(cache, block_table, query_start, query_len, seq_len, slots, num_heads, limits, dtype or cache.dtype)
+    gathered = choose_gathered(cache, num_heads, query_len.shape[0] - num_decode, max_query, max_seq_len, window, dtype or cache.dtype)
+    return build_work(cache, block_table, query_start, query_len, seq_len, slots, num_heads, limits, dtype or cache.dtype, None, gathered)
 
 
 def build_work(
@@ -300,8 +212,8 @@ def build_work(
     mixed = num_tokens > num_decode * decode_query
     decode = _decode_list(config, shape, query_start, query_len, seq_len, max_seq_len, window, MIXED_ROWS if mixed else 1)
     if mixed:
-        tiles = prefill_config or choose_prefill(head_dim, dtype)
-        prefill = _prefill_list(tiles, group, decode_query, query_start, query_len, seq_len, num_tokens, window)
+        bounds = (num_decode, decode_query, num_tokens, max_seq_len, window)
+        prefill = prefill_list(prefill_config or choose_prefill(head_dim, dtype), group, bounds, query_start, query_len, seq_len)
     return AttentionWork(num_kv_heads, rows_per_page(cache), window, slots, block_table, decode, prefill)
 
 
@@ -318,17 +230,6 @@ def choose_decode(num_rows: int, head_dim: int, dtype: torch.dtype) -> DecodeCon
     chunk = 64 if num_rows <= 2 else 128 if num_rows <= 4 else 256 if num_rows <= 8 else 384 if num_rows <= 16 else 1024
     stages = 2 if num_rows <= 2 else 3 if num_rows <= 8 else 4
     return DecodeConfig(chunk, 32 if head_dim > 128 else 64, 4, stages, programs=2, hold=num_rows <= 4, fused=True)
-
-
-@lru_cache(maxsize=256)
-def choose_prefill(head_dim: int, dtype: torch.dtype) -> PrefillConfig:
-    if dtype == torch.float32:
-        return PrefillConfig(block_queries=32, block_keys=32, num_warps=4, num_stages=2, programs=2)
-    if head_dim > 128:
-        return PrefillConfig(block_queries=128, block_keys=32, num_warps=8, num_stages=2, programs=1)
-    if head_dim <= 64:
-        return PrefillConfig(block_queries=128, block_keys=64, num_warps=8, num_stages=3, programs=2)
-    return PrefillConfig(block_queries=128, block_keys=64, num_warps=8, num_stages=3, programs=1)
 
 
 def _decode_list(
@@ -373,41 +274,3 @@ def _decode_list(
         num_warps=4 if block <= 1024 else 16,
     )
     return DecodeList(config, rows, queries, items, small[:1], small[1:], partial, lse)
-
-
-def _prefill_list(
-    config: PrefillConfig,
-    group: int,
-    decode_query: int,
-    query_start: torch.Tensor,
-    query_len: torch.Tensor,
-    seq_len: torch.Tensor,
-    num_tokens: int,
-    window: int | None,
-) -> PrefillList:
-    tile_query = max(config.block_queries, next_power_of_2(group)) // group
-    num_rows, device = query_len.shape[0], query_len.device
-    rows = num_rows + 1  # and one of the tokens that nobody owns
-    capacity = num_tokens // tile_query + rows
-    unsorted = torch.empty((capacity, ITEM), dtype=torch.int32, device=device)
-    tiles = torch.empty_like(unsorted)
-    count = torch.empty(1, dtype=torch.int32, device=device)
-    block = max(next_power_of_2(rows), MIXED_ROWS)
-    prefill_tiles[(1,)](
-        unsorted,
-        count,
-        query_start,
-        query_len,
-        seq_len,
-        num_rows,
-        num_tokens,
-        window or 0,
-        QUERIES=decode_query,
-        TILE=tile_query,
-        HAS_WINDOW=window is not None,
-        BLOCK_ROWS=block,
-        BLOCK_TILES=max(1, MAX_BLOCK // block),
-        num_warps=4 if block <= 1024 else 16,
-    )
-    sort_tiles[(triton.cdiv(capacity, 32),)](tiles, unsorted, count, BLOCK=32, BLOCK_OTHERS=64)
-    return PrefillList(config, tile_query, tiles, count)

@@ -10,9 +10,10 @@ import pytest
 import torch
 from triton_world import DEVICE, DTYPES, agree, close
 
-from modelrunner.kernels.attention import reference, work_list
+from modelrunner.kernels.attention import prefill_list, reference, work_list
 from modelrunner.kernels.attention.gpu import OVERRIDES, indexed_attention, qkv_attention
-from modelrunner.kernels.attention.work_list import ITEM, DecodeConfig, PrefillConfig, build_work
+from modelrunner.kernels.attention.prefill_list import GATHER_BYTES, GATHER_QUERIES, ITEM, PrefillConfig, choose_gathered
+from modelrunner.kernels.attention.work_list import DecodeConfig, build_work
 from modelrunner.kernels.norm.reference import rms_norm
 from modelrunner.kernels.rope.reference import apply_rope
 
@@ -109,6 +110,7 @@ WHOLE = DecodeConfig(chunk=256, block_keys=32, num_warps=4, num_stages=3, progra
 DECODE = [(62, 1), (0, 1), (0, 0), (31, 1), (16, 1)]
 MIXED = [(40, 1), (3, 0), (0, 23), (30, 11), (9, 0), (0, 1)]
 TILES = PrefillConfig(block_queries=16, block_keys=16, num_warps=4, num_stages=3, programs=2)
+GATHERED = PrefillConfig(block_queries=64, block_keys=32, num_warps=4, num_stages=3, programs=2, gathered=True)
 
 
 CONFIGS = {"one-block": ONE_BLOCK, "chunks": CHUNKS, "held": HELD, "whole": WHOLE}
@@ -136,6 +138,49 @@ def test_several_query_tokens_a_decode_row(dtype: torch.dtype, window: int | Non
 def test_mixed_batch(dtype: torch.dtype, padding: int, window: int | None, config: PrefillConfig | None) -> None:
     """Decode rows, a fresh prompt, a later chunk, a finished row, and tokens that belong to nobody."""
     make_step(MIXED, 16, num_decode=2, padding=padding, window=window, dtype=dtype).check(CHUNKS, config)
+
+
+@pytest.mark.parametrize("padding", [0, 13])
+@pytest.mark.parametrize("page", [1, 7, 16])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gathered_keys(dtype: torch.dtype, page: int, padding: int) -> None:
+    """Rows that end within a block of keys, beside one that is finished; neither reads what lies after another's keys."""
+    rows = [(7, 1), (0, 70), (40, 33), (9, 0), (100, 64), (0, 1), (31, 1)]
+    make_step(rows, page, num_decode=1, padding=padding, dtype=dtype).check(CHUNKS, GATHERED)
+
+
+@pytest.mark.parametrize("heads", [(9, 3, 64), (4, 4, 32), (5, 1, 128)], ids=lambda h: "-".join(map(str, h)))
+def test_gathered_keys_with_softcap_and_sinks(heads: tuple[int, int, int]) -> None:
+    step = make_step([(0, 70), (40, 33)], heads=heads)
+    step.q /= heads[2] ** 0.5 / 4
+    step.check(prefill=GATHERED)
+    step.check(prefill=GATHERED, softcap=2.0, sinks=torch.linspace(-3, 3, heads[0], device=DEVICE))
+
+
+def test_which_keys_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of long prompts on Hopper, in 16 bits and without a window, if their memory suffices."""
+    monkeypatch.setattr(prefill_list, "dependent_launch", lambda device: True)
+    cache = torch.zeros(1, 16, 2, 8, 128, dtype=torch.float16)
+    rows = GATHER_BYTES // (4096 * 2 * 8 * 128 * 2)
+
+    def chosen(
+        num_rows: int = rows,
+        max_query: int = GATHER_QUERIES,
+        window: int | None = None,
+        dtype: torch.dtype = torch.float16,
+        cache: torch.Tensor = cache,
+    ) -> PrefillConfig | None:
+        return choose_gathered(cache, 16, num_rows, max_query, 4096, window, dtype)
+
+    config = chosen()
+    assert config is not None
+    assert config.gathered
+    no = [chosen(rows + 1), chosen(0), chosen(max_query=GATHER_QUERIES - 1), chosen(window=100), chosen(dtype=torch.float32)]
+    assert no == [None] * 5
+    assert chosen(dtype=torch.float32, cache=cache.float()) is None
+    assert chosen(cache=cache[..., :96]) is None
+    monkeypatch.setattr(prefill_list, "dependent_launch", lambda device: False)
+    assert chosen() is None
 
 
 @pytest.mark.parametrize("page", [1, 7])
