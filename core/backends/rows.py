@@ -50,9 +50,9 @@ class Step(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A living row. first: its first token in the step. start: the first key that any of its queries sees."""
+    """A living row of the batch. first: its first token in the step. start: the first key that any of its queries sees."""
 
-    index: int
+    number: int
     first: int
     queries: int
     length: int
@@ -104,9 +104,9 @@ class RowAttention(AttentionBackend):
     def _piece(self, meta: AttentionMeta, rows: list[Row]) -> Piece:
         row, page_size = rows[0], self.cache.shape[2]
         first_page, keys = row.start // page_size, row.length - row.start
-        pages = meta.block_table[row.index : rows[-1].index + 1, first_page : -(-row.length // page_size)]
+        pages = meta.block_table[row.number : rows[-1].number + 1, first_page : -(-row.length // page_size)]
         if pages.shape[0] != len(rows):  # dead rows stand between
-            pages = meta.block_table[[r.index for r in rows], first_page : -(-row.length // page_size)]
+            pages = meta.block_table[[r.number for r in rows], first_page : -(-row.length // page_size)]
         tokens = slice(row.first, row.first + row.queries * len(rows))
         piece = Piece(tokens, row.queries, pages.flatten().long(), row.start - first_page * page_size, keys)
         window = self.group.window
