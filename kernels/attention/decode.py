@@ -14,7 +14,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from modelrunner.kernels.attention.device import launch_options, next_power_of_2, processors
 from modelrunner.kernels.attention.heads import partner_of, rotated, turn_factors
-from modelrunner.kernels.attention.tile import LOG2E, LOWEST, add_sink, capped, fold, matmul, pages_of, token_offsets
+from modelrunner.kernels.attention.tile import LOG2E, LOWEST, add_sink, capped, fold, matmul, pages_of, token_offsets, wait_in_loop
 from modelrunner.kernels.attention.work_list import AttentionWork
 
 Rotary = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor, float]  # q_norm, k_norm, cos_sin, eps
@@ -215,7 +215,7 @@ def decode_attention(
         total = tl.zeros([BLOCK_M], tl.float32)
 
         begin = start // BLOCK_S * BLOCK_S
-        if HOLD and not FUSED:
+        if HOLD:
             key = begin + tl.arange(0, BLOCK_S)
             old = (key >= start) & (key < tl.minimum(end, computed))
             page = pages_of(table, key, (key >= start) & (key < end), PAGE)
@@ -243,7 +243,7 @@ def decode_attention(
             if FUSED:  # noqa: SIM102 - known when compiled
                 if block == begin:
                     if PDL:
-                        gdc_wait()
+                        wait_in_loop()
                     q, acc, largest, total = start_row(
                         q_ptr, cache_ptr, q_norm_ptr, k_norm_ptr, cos_sin_ptr, slots_ptr, first_token, head, split, splits, query_len,
                         scale, softcap, eps, q_token, q_head, page_rows, cos_sin_token,
@@ -313,7 +313,6 @@ def decode_rows(
     block_dim, rows_out = max(16, next_power_of_2(dim)), next_power_of_2(decode.queries * group)
     programs = min(decode.items.shape[0] * num_kv, processors(device) * config.programs)
     q_norm, k_norm, cos_sin, eps = (None, None, None, 0.0) if rotary is None else rotary
-    bound = {"maxnreg": config.registers} if config.registers and device.type == "cuda" else {}
     decode_attention[(programs,)](
         q,
         cache,
@@ -348,7 +347,7 @@ def decode_rows(
         BLOCK_S=config.block_keys,
         M_OUT=rows_out,
         AT_ONCE=max(2, COMBINE_FLOATS // (rows_out * block_dim)),
-        HOLD=config.hold,
+        HOLD=config.hold and rotary is None,
         R=0 if cos_sin is None else cos_sin.shape[1],
         HAS_NORM=q_norm is not None,
         HAS_SOFTCAP=softcap is not None,
@@ -357,5 +356,4 @@ def decode_rows(
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         **launch_options(device),
-        **bound,
     )

@@ -139,11 +139,12 @@ def _decode_build(kind: str, group: int, dim: int, rows: int, queries: int = 1, 
         "BLOCK_S": config.block_keys,
         "M_OUT": rows_out,
         "AT_ONCE": max(2, COMBINE_FLOATS // (rows_out * next_power_of_2(dim))),
-        "HOLD": config.hold,
+        "HOLD": config.hold and not fused,
         "R": dim if fused else 0,
         "HAS_NORM": fused,
     }
-    return Build(decode_attention, _signature(kind), constants | _PLAIN, config.num_warps, config.num_stages, divisible=_STEPS)
+    spill = 16 if fused else 0  # outside the loop: A100's compiler prefers them to a lower occupancy
+    return Build(decode_attention, _signature(kind), constants | _PLAIN, config.num_warps, config.num_stages, spill, _STEPS)
 
 
 def _prefill_build(kind: str, group: int, dim: int) -> Build:
@@ -204,10 +205,13 @@ _STEPS = ("q_token", "q_head", "table_row", "page_rows", "cos_sin_token")
 _PLAIN = {"HAS_SOFTCAP": False, "HAS_WINDOW": False, "HAS_SINKS": False, "PDL": True}
 BUILDS = [
     *[_decode_build("bf16", 2, 128, rows) for rows in (1, 8, 128)],
-    *[_decode_build("bf16", 2, 128, rows, fused=True) for rows in (1, 8)],
+    *[_decode_build("bf16", 2, 128, rows, fused=True) for rows in (1, 8, 32)],
+    _decode_build("bf16", 4, 128, 8, fused=True),
     *[_decode_build("bf16", 3, 64, rows) for rows in (1, 128)],
+    _decode_build("bf16", 3, 64, 1, fused=True),
     _decode_build("bf16", 4, 128, 32, queries=4),
     _decode_build("fp16", 2, 256, 32),
+    _decode_build("fp16", 2, 256, 32, fused=True),
     _decode_build("fp32", 3, 64, 1),
     *[_prefill_build("bf16", group, dim) for group, dim in ((2, 128), (3, 64), (2, 256))],
     _prefill_build("fp32", 3, 64),

@@ -32,7 +32,7 @@ class DecodeConfig:
     """chunk: keys of an item, a multiple of block_keys, which are attended to at a time. programs: per multiprocessor.
 
     fused: rotation and cache write of a row's one new token are part of its attention. hold: where they are not, the first block of keys is
-    in registers before the queries are there. registers: bound of a thread's, which lets more programs live side by side; 0: none.
+    in registers before the queries are there.
     """
 
     chunk: int
@@ -42,7 +42,6 @@ class DecodeConfig:
     programs: int
     hold: bool = False
     fused: bool = False
-    registers: int = 0
 
 
 @dataclass(frozen=True)
@@ -308,21 +307,17 @@ def build_work(
 
 @lru_cache(maxsize=256)
 def choose_decode(num_rows: int, head_dim: int, dtype: torch.dtype) -> DecodeConfig:
-    """Few rows: short chunks, so that all multiprocessors read. Many rows: long ones, which leave few partial results."""
+    """Few rows: short chunks, so that all multiprocessors read. Many rows: long ones, which leave few partial results.
+
+    By `tests/gpu/bench_decode.py` on an H200: best is about as many chunks, times key heads, as fill the multiprocessors once or twice.
+    """
     if dtype == torch.float32:
         return DecodeConfig(chunk=128, block_keys=32, num_warps=4, num_stages=2, programs=2)
-    block_keys = 32 if head_dim > 128 else 64
-    if num_rows <= 4:
-        return DecodeConfig(chunk=64, block_keys=block_keys, num_warps=4, num_stages=2, programs=2, hold=True, fused=True)
-    if num_rows <= 8:
-        return DecodeConfig(chunk=256, block_keys=block_keys, num_warps=4, num_stages=3, programs=2, fused=True)
-    if num_rows <= 16:
-        return DecodeConfig(chunk=384, block_keys=block_keys, num_warps=4, num_stages=4, programs=2, fused=True)
-    if num_rows <= 32:
-        return DecodeConfig(chunk=1024, block_keys=block_keys, num_warps=4, num_stages=3, programs=2, fused=True)
-    if num_rows <= 128:
-        return DecodeConfig(chunk=512, block_keys=32, num_warps=2, num_stages=4, programs=4, fused=True)
-    return DecodeConfig(chunk=1024, block_keys=32, num_warps=2, num_stages=4, programs=4)
+    if num_rows > 32:
+        return DecodeConfig(chunk=1024, block_keys=32, num_warps=2, num_stages=4, programs=4)
+    chunk = 64 if num_rows <= 2 else 128 if num_rows <= 4 else 256 if num_rows <= 8 else 384 if num_rows <= 16 else 1024
+    stages = 2 if num_rows <= 2 else 3 if num_rows <= 8 else 4
+    return DecodeConfig(chunk, 32 if head_dim > 128 else 64, 4, stages, programs=2, hold=num_rows <= 4, fused=True)
 
 
 @lru_cache(maxsize=256)

@@ -25,29 +25,28 @@ from modelrunner.kernels.linear import gpu as linear
 
 DRY, DEVICE, DTYPE, HEADS, KV_HEADS, DIM = bench.DRY, bench.DEVICE, bench.DTYPE, bench.HEADS, bench.KV_HEADS, bench.DIM
 HIDDEN, INNER, LAYERS, BOUND = (32, 48, 2, 64) if DRY else (1024, 3072, 28, 4096)
-LENGTHS = {1: 1100, 4: 600, 8: 600, 16: 600, 32: 600, 64: 400, 128: 400, 256: 400, 1024: 290}
+LENGTHS = {1: 1100, 2: 600, 4: 600, 8: 600, 16: 600, 24: 600, 32: 600, 48: 600, 64: 400, 128: 400, 256: 400, 1024: 290}
 OPS = linear.OVERRIDES
 
 
-B = 168  # registers of a thread that let three programs of four warps, or six of two, live side by side
-ONE = {  # launch: chunk, block_keys, warps, stages, programs, bound of registers
-    1: [(64, 64, 4, 2, 2, 0), (64, 64, 4, 2, 3, B), (128, 128, 8, 2, 1, 0)],
-    4: [(64, 64, 4, 2, 2, 0), (64, 64, 4, 2, 3, B), (128, 64, 4, 3, 2, 0), (128, 64, 4, 3, 3, B), (192, 64, 4, 4, 2, 0)],
-    8: [(256, 64, 4, 3, 2, 0), (128, 64, 4, 3, 3, B), (192, 64, 4, 3, 3, B), (192, 64, 4, 3, 2, 0), (128, 32, 2, 3, 6, B)],
-    16: [(384, 64, 4, 4, 2, 0), (384, 64, 4, 3, 2, 0), (384, 64, 4, 3, 3, B), (256, 64, 4, 3, 3, B), (256, 32, 2, 3, 6, B)],
-    32: [(1024, 64, 4, 3, 2, 0), (1024, 64, 4, 4, 2, 0), (512, 64, 4, 3, 3, B), (1024, 64, 4, 3, 3, B), (512, 32, 2, 3, 6, B)],
-    64: [(512, 32, 2, 4, 4, 0), (512, 32, 2, 3, 6, B), (1024, 64, 4, 3, 3, B), (1024, 64, 4, 4, 2, 0)],
-    128: [(512, 32, 2, 4, 4, 0), (512, 32, 2, 3, 6, B), (1024, 64, 4, 3, 3, B)],
-    256: [(512, 32, 2, 3, 6, B)],
-    1024: [(1024, 32, 2, 3, 6, B)],
+SHAPES = (64, 4, 3, 2), (64, 4, 4, 2), (32, 2, 4, 4)  # block_keys, warps, stages, programs a multiprocessor
+ONE = {  # launch: chunk, and which shape
+    1: [(64, 0), (128, 0)],
+    2: [(64, 0), (128, 0)],
+    4: [(64, 0), (128, 0), (192, 0)],
+    8: [(256, 0), (320, 0), (384, 0), (384, 1), (512, 0)],
+    16: [(384, 0), (512, 0), (640, 0), (1024, 0), (1024, 1)],
+    24: [(384, 0), (512, 0), (1024, 0), (512, 2), (1024, 2)],
+    32: [(384, 0), (640, 0), (1024, 0), (1024, 1)],
+    48: [(1024, 0), (512, 2)],
+    64: [(1024, 0), (512, 2)],
+    128: [(1024, 2)],
 }
-TWO = {64: [(512, 32, 2, 3, 6, B)], 128: [(512, 32, 2, 3, 6, B)], 256: [(512, 32, 2, 3, 6, B)], 1024: [(1024, 32, 2, 3, 6, B)]}  # launches
+TWO = {8: [(256, 0)], 16: [(384, 0)], 32: [(1024, 0)], 48: [(512, 2)], 64: [(512, 2)], 128: [(512, 2)]}  # launches
 
 
 def configs(rows: int) -> list[DecodeConfig]:
-    found = [(*shape[:5], False, True, shape[5]) for shape in ONE[rows]] + [
-        (*shape[:5], False, False, shape[5]) for shape in TWO.get(rows, [])
-    ]
+    found = [(n, *SHAPES[i], False, True) for n, i in ONE.get(rows, [])] + [(n, *SHAPES[i]) for n, i in TWO.get(rows, [])]
     return [DecodeConfig(*values) for values in found]
 
 
@@ -102,7 +101,7 @@ class Layers:
 def name(config: DecodeConfig) -> str:
     ways = f"{'hold ' if config.hold else ''}{'one launch' if config.fused else 'two launches'}"
     shape = f"chunk {config.chunk} block {config.block_keys} warps {config.num_warps} stages {config.num_stages}"
-    return f"{shape} programs {config.programs} registers {config.registers} {ways}"
+    return f"{shape} programs {config.programs} {ways}"
 
 
 def compile_one(job: tuple[int, DecodeConfig]) -> str:
