@@ -205,12 +205,12 @@ class Runner:
         pages = tuple(layout.pages_for(length) for layout in self.parts.layouts)
         plan = Plan(-1, rows, rows, rows, EMPTY_PATCH, shape.num_decode, shape.num_tokens, shape.max_query, length, pages, key.features)
         if key.part == "step":
-            return self._computation(plan, shape, None)
+            return self._computation(plan, shape, None, captured=True)
         sampled, columns = self.buffers.sampled[: shape.tail_rows], self.parts.table.columns
         if key.part == "tail":
             return partial(self._captured_tail, self.buffers.tail(plan, shape, columns), sampled)
         batch = self.buffers.batch(plan, shape, columns)
-        return partial(self._captured_body, batch, self._attention(batch), sampled)
+        return partial(self._captured_body, batch, self._attention(batch, captured=True), sampled)
 
     @torch.inference_mode()
     def _captured_body(self, batch: Batch, attention: Mapping[str, BoundAttention], sampled: torch.Tensor) -> None:
@@ -221,21 +221,21 @@ class Runner:
     def _captured_tail(self, batch: Batch, sampled: torch.Tensor) -> None:
         self._tail(batch, sampled)
 
-    def _computation(self, plan: Plan, shape: Shape, taps: ActiveTaps | None) -> Callable[[], None]:
+    def _computation(self, plan: Plan, shape: Shape, taps: ActiveTaps | None, captured: bool = False) -> Callable[[], None]:
         """Everything that a step does after its inputs are uploaded. Views and metadata are made here, on the host."""
         columns = self.parts.table.columns
         batch = self.buffers.batch(plan, shape, columns)
         tail = batch if shape.num_decode == shape.num_rows else self.buffers.tail(plan, shape, columns)
-        return partial(self._compute, batch, tail, self._attention(batch), taps)
+        return partial(self._compute, batch, tail, self._attention(batch, captured), taps)
 
-    def _attention(self, batch: Batch) -> Mapping[str, BoundAttention]:
+    def _attention(self, batch: Batch, captured: bool) -> Mapping[str, BoundAttention]:
         return ByGroup(
-            (name, BoundAttention(backend, self.layer_index[name], self._metadata(backend, batch)))
+            (name, BoundAttention(backend, self.layer_index[name], self._metadata(backend, batch, captured)))
             for name, backend in self.parts.backends.items()
         )
 
-    def _metadata(self, backend: AttentionBackend, batch: Batch) -> AttentionMeta:
-        return self.state.attention_metadata(backend.group, batch, attention_meta(backend.group, batch))
+    def _metadata(self, backend: AttentionBackend, batch: Batch, captured: bool) -> AttentionMeta:
+        return self.state.attention_metadata(backend.group, batch, attention_meta(backend.group, batch, captured))
 
     def collect(self, ticket: Ticket) -> Outcome:
         """Wait for the copy of this step's records, take them, and free the step's buffers."""

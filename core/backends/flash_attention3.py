@@ -66,12 +66,13 @@ class FlashAttention3(PagedAttention):
         return FlashStep(slots, index, decode, prompts)
 
     def _prompts(self, meta: AttentionMeta) -> Prompts | None:
-        """Where the queries and keys of the prompts lie; None if there are none, or their keys may need too much memory."""
+        """Where the queries and keys of the prompts lie; None if there are none, their keys may need too much memory, or it is for a graph,
+        whose bounds are those of the longest request."""
         first = meta.num_decode
         num_rows, page = meta.num_rows - first, self.cache.shape[2]
         row_tokens = -(-meta.max_seq_len // page) * page + GAP
         token_bytes = self.cache[0, 0, 0].numel() * self.cache.element_size()
-        if num_rows < 1 or num_rows * row_tokens * token_bytes > SCRATCH_BYTES:
+        if meta.captured or num_rows < 1 or num_rows * row_tokens * token_bytes > SCRATCH_BYTES:
             return None
         query_start = torch.cat((meta.query_start[first:], meta.query_start.new_full((1,), meta.num_tokens)))
         query_len, seq_len = meta.query_len[first:], meta.seq_len[first:]

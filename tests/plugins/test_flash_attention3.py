@@ -165,6 +165,7 @@ def test_steps_of_decode_rows_and_steps_too_large_run_as_paged(package: ModuleTy
     meta, cache = make_meta(MIXED, 2, 0)
     runner = FlashAttention3(GROUP, cache, OPS, torch.float32)
     assert runner.begin(meta).prompts is not None
+    assert runner.begin(replace(meta, captured=True)).prompts is None
     row_bytes = (GAP_PAGES * PAGE + -(-meta.max_seq_len // PAGE) * PAGE) * 2 * 2 * 16 * 4
     monkeypatch.setattr(flash_attention3_backend, "SCRATCH_BYTES", 5 * row_bytes - 1)
     step = runner.begin(meta)
