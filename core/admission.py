@@ -159,7 +159,7 @@ class Admission:
             values = self._values(entry, tokens, hit)
             if values is None:
                 continue
-            if builder.num_words and not builder.fits(builder.row_words(values | entry.seated)):
+            if builder.num_words and not builder.fits(builder.row_words({**values, **entry.seated})):
                 self._on_remove(self._free_rows[-1], entry.request)
                 return None
             chunk = min(budget, tokens.size - hit.length)

@@ -13,11 +13,11 @@ from typing import Any, TypeVar
 import torch
 
 from modelrunner.attention import AttentionBackend, NoAttention
-from modelrunner.caches import allocate_caches
+from modelrunner.cache_setup import CacheMaker
 from modelrunner.checkpoint import CheckpointReader, ModelCard
 from modelrunner.device import Device
 from modelrunner.errors import CapacityError, ModelRunnerError, PluginError
-from modelrunner.graphs import capture_problem, decode_buckets
+from modelrunner.graphs import capture_problem, decode_buckets, token_buckets
 from modelrunner.linear import LinearFactory
 from modelrunner.model_state import BuildContext, ModelState, Needs, No, Yes, required_features
 from modelrunner.observers import Observer
@@ -27,7 +27,8 @@ from modelrunner.plugin_choice import pin_of
 from modelrunner.plugin_contract import flatten
 from modelrunner.plugin_manager import PluginManager
 from modelrunner.request_table import RUN_OVERHEAD, Column, RequestTable
-from modelrunner.runner import Parts, Runner
+from modelrunner.runner import Runner
+from modelrunner.runner_parts import Parts
 from modelrunner.sampler import Sampler, default_stages
 from modelrunner.settings import Resolved, RunnerSettings, load_settings, merge_sections
 from modelrunner.step_buffers import Buckets
@@ -115,51 +116,37 @@ def assemble(arguments: Mapping[str, Any], plugins: Sequence[object] = ()) -> As
     max_model_len = min(settings.model.max_model_len or needs.max_model_len, needs.max_model_len)
     cache_dtype = cache_type(settings, dtype)
     page_bytes, layouts = page_layout(needs.cache_groups, settings.cache.page_size, cache_dtype.itemsize)
-    num_pages = count_pages(settings, device, page_bytes, layouts, max_model_len)
-    try:
-        arena, caches = allocate_caches(layouts, num_pages + 1, page_bytes, cache_dtype, device.torch_device)
-    except (RuntimeError, MemoryError) as error:
-        raise CapacityError(
-            f"the cache of {num_pages} pages of {page_bytes} bytes does not fit on device {device.name!r}; lower cache.num_pages or "
-            f"cache.memory_bytes ({error})"
-        ) from error
+    attending = {layout.group.name: attention_backend(choose, layout, device) for layout in layouts}
+    maker = CacheMaker(device, ops, settings, layouts, page_bytes, dtype, cache_dtype, attending, max_model_len)
+    cache, memory = maker.make_first(), ""
     columns = [*core_columns(layouts, max_model_len), *sampler.columns(settings, needs.vocab_size), *needs.columns]
     with blaming(f"the request table with the columns of model_state {choose.chosen['model_state']}"):
         table = RequestTable(columns, settings.scheduler.max_rows, device.torch_device, patch_capacity(settings, layouts, columns))
-    backends: dict[str, AttentionBackend] = {}
-    for group, cache in ((layout.group, caches[layout.group.name]) for layout in layouts):
-        backend = choose("attention_backend", group=group, device=device, settings=settings) if group.attends else NoAttention
-        backends[group.name] = backend(group, cache, ops, dtype)
-    parts = Parts(device, ops, state, needs, dtype, sampler, table, layouts, caches, backends, taps)
-    no_graphs = capture_problem(settings.graphs.eager, device, state, needs, backends)
-    bucket_rows = settings.graphs.bucket_rows or (() if no_graphs else decode_buckets(settings.scheduler.max_rows))
-    runner = Runner(
-        parts,
-        max_rows=settings.scheduler.max_rows,
-        max_tokens=settings.scheduler.max_batched_tokens,
-        max_model_len=max_model_len,
-        depth=settings.scheduler.pipeline_depth,
-        buckets=Buckets(bucket_rows, settings.graphs.bucket_tokens),
-        no_graphs=no_graphs,
-    )
+    parts = Parts(device, ops, state, needs, dtype, sampler, table, layouts, cache.views, cache.backends, taps)
+    with blaming("the runner with the buffers of a step"):
+        runner = make_runner(parts, settings, max_model_len)
     with blaming(f"the first step of model_state {choose.chosen['model_state']}"):
         runner.warm_up()
+        if maker.measured:
+            cache, use = maker.enlarge(runner)
+            memory = str(use)
         graphs = runner.capture()
     resolved = Resolved(
         model=card.name or str(card.path),
         dtype=name_of(dtype),
         cache_dtype=name_of(cache_dtype),
         max_model_len=max_model_len,
-        num_pages=num_pages,
+        num_pages=cache.num_pages,
         page_bytes=page_bytes,
         tokens_per_page={layout.group.name: layout.tokens_per_page for layout in layouts},
         components=choose.chosen,
         graphs=str(graphs),
+        memory=memory,
     )
     observers = collect_objects(manager, "observer", settings=settings)
-    return Assembly(
-        manager, settings, resolved, card, tokenizer, device, needs, state, sampler, taps, table, tuple(layouts), arena, runner, observers
-    )
+    layouts = tuple(layouts)
+    parts_of = (manager, settings, resolved, card, tokenizer, device, needs, state, sampler, taps)
+    return Assembly(*parts_of, table, layouts, cache.arena, runner, observers)
 
 
 @contextmanager
@@ -169,12 +156,43 @@ def blaming(component: str) -> Iterator[None]:
         yield
     except ModelRunnerError:
         raise
+    except torch.OutOfMemoryError as error:
+        first = str(error).splitlines()[0]
+        raise CapacityError(
+            f"{component} does not fit into the device's memory: take a model, a model.dtype or a linear.scheme with smaller weights, a "
+            f"smaller scheduler.max_rows, or free what other programs hold ({first})"
+        ) from error
     except Exception as error:
         raise PluginError(f"{component} failed at start-up: {type(error).__name__}: {error}") from error
 
 
 def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def attention_backend(choose: Chooser, layout: GroupLayout, device: Device) -> type[AttentionBackend]:
+    """The class that attends over a cache group."""
+    if not layout.group.attends:
+        return NoAttention
+    chosen: type[AttentionBackend] = choose("attention_backend", group=layout.group, device=device, settings=choose.settings)
+    return chosen
+
+
+def make_runner(parts: Parts, settings: RunnerSettings, max_model_len: int) -> Runner:
+    """The runner, with the buckets that settings and graphs ask for."""
+    no_graphs = capture_problem(settings.graphs.eager, parts.device, parts.state, parts.needs, parts.backends)
+    rows, tokens = settings.scheduler.max_rows, settings.scheduler.max_batched_tokens
+    bucket_rows = settings.graphs.bucket_rows or (() if no_graphs else decode_buckets(rows))
+    bucket_tokens = settings.graphs.bucket_tokens or (() if no_graphs else token_buckets(min(settings.graphs.max_tokens, tokens)))
+    return Runner(
+        parts,
+        max_rows=rows,
+        max_tokens=tokens,
+        max_model_len=max_model_len,
+        depth=settings.scheduler.pipeline_depth,
+        buckets=Buckets(bucket_rows, bucket_tokens, rows),
+        no_graphs=no_graphs,
+    )
 
 
 def resolve_ops(manager: PluginManager, device: Device) -> Ops:
@@ -283,20 +301,3 @@ def patch_capacity(settings: RunnerSettings, layouts: Sequence[GroupLayout], col
         (2 if column.seats is None else 4) * (1 if column.on_device else column.width) + 16 for column in columns
     )  # at least `PatchBuilder.row_words`
     return growth + 4 * row
-
-
-def count_pages(settings: RunnerSettings, device: Device, page_bytes: int, layouts: Sequence[GroupLayout], max_model_len: int) -> int:
-    """Usable pages of the cache: as set, or as memory allows, but never more than all rows at full length could use."""
-    cache = settings.cache
-    most = settings.scheduler.max_rows * sum(-(-max_model_len // layout.tokens_per_page) for layout in layouts)
-    if cache.num_pages is not None:
-        return cache.num_pages
-    budget = device.cache_budget(cache.memory_fraction) if cache.memory_bytes is None else cache.memory_bytes
-    pages = min(most, budget // page_bytes - 1)  # one page is the null page
-    if pages < 1:
-        free, total = device.memory()
-        raise CapacityError(
-            f"the cache would get {max(budget, 0)} bytes, less than the 2 pages of {page_bytes} bytes that it needs at least; "
-            f"device {device.name!r} has {free} of {total} bytes free. Set cache.memory_bytes or cache.num_pages, or free memory"
-        )
-    return pages

@@ -23,7 +23,8 @@ class AttentionMeta:
     """What attention over one cache group needs to know of a step. Tensors are exact and on the device; integers are host upper bounds.
 
     query_start [N+1], query_len [N], seq_len [N] int32; token_row [T], positions [T] int64; slots [T] int64 (-1: do not write);
-    block_table [N, pages] int32. The first `num_decode` rows have exactly `decode_query` query slots each.
+    block_table [N, pages] int32. The first `num_decode` rows have exactly `decode_query` query slots each; it is 0 in a captured step with
+    prompts, which serves any number of such rows. captured: the step is made for a graph, which runs it again with other contents.
     """
 
     num_rows: int
@@ -39,6 +40,7 @@ class AttentionMeta:
     positions: torch.Tensor
     slots: torch.Tensor
     block_table: torch.Tensor
+    captured: bool = False
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class Rotary:
     eps: float = 0.0
 
 
-def attention_meta(group: CacheGroup, batch: Batch) -> AttentionMeta:
+def attention_meta(group: CacheGroup, batch: Batch, captured: bool = False) -> AttentionMeta:
     """The core's own metadata for `group`: views of the batch."""
     return AttentionMeta(
         num_rows=batch.num_rows,
@@ -71,6 +73,7 @@ def attention_meta(group: CacheGroup, batch: Batch) -> AttentionMeta:
         positions=batch.positions,
         slots=batch.slots[group.name],
         block_table=batch.block_tables[group.name],
+        captured=captured,
     )
 
 

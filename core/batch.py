@@ -139,8 +139,9 @@ class Outcome:
 class Batch:
     """The device's view of one step: slices of buffers whose addresses never change. N rows and T tokens, padding included.
 
-    Host integers: num_rows N, num_tokens T, num_decode (the first rows, with 1 + num_draft query tokens each), max_query, max_seq_len
-    (upper bounds). A padded, held or finished row has query_len 0, seq_len 0 and slots of -1, and writes nothing.
+    Host integers: num_rows N, num_tokens T, num_decode (the first rows, with 1 + num_draft query tokens each; 0 in a captured step with
+    prompts, which serves any number of them), max_query, max_seq_len (upper bounds). A padded, held or finished row has query_len 0,
+    seq_len 0 and slots of -1, and writes nothing.
 
     rows [N] int32: request-table row (padding: the scratch row).  query_start [N+1] int32: first token of each row in [0, T].
     query_len [N] int32: its live query tokens.  computed [N] int32: tokens in the cache before the step.

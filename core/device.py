@@ -42,6 +42,7 @@ class Device(ABC):
     type: str = "cpu"
     name: str = "cpu"
     captures: bool = False  # whether `capture` works
+    measures: bool = False  # whether `peak` works, so that the cache can be sized by it
     poison: bool = False  # whether released buffers and ring entries are overwritten, to show who still reads them
 
     def __init__(self, settings: RunnerSettings) -> None:
@@ -81,6 +82,11 @@ class Device(ABC):
     @abstractmethod
     def memory(self) -> tuple[int, int]:
         """Free and total bytes of the device's memory."""
+
+    def peak(self, work: Callable[[], None]) -> int:
+        """Run `work`, which may launch and wait, and tell how many bytes it took at most beside what was taken before. What it gave back is
+        free again. Start-up only."""
+        raise NotImplementedError(f"device {self.name!r} does not measure memory")
 
     def cache_budget(self, memory_fraction: float) -> int:
         """Bytes that the cache may take when weights and cache may fill that share of the memory. Weights are loaded; the rest of the

@@ -77,6 +77,7 @@ class Engine:
             on_remove=self._removed,
             max_rows=scheduler.max_rows,
             max_batched_tokens=scheduler.max_batched_tokens,
+            max_mixed_tokens=scheduler.max_mixed_tokens,
             max_model_len=parts.resolved.max_model_len,
             policy=scheduler.policy,
             chunked_prefill=scheduler.chunked_prefill,

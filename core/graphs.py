@@ -1,8 +1,10 @@
-"""Captured steps: one graph for each number of decode rows and kind of tail, replayed with new inputs in the same places.
+"""Captured steps: graphs for few shapes, replayed with new inputs in the same places.
 
-A step of decode rows only is one graph from the gather to the record. Its closure sees the runner's buffers at full width and the bounds of
-the longest request, so nothing in it depends on a plan; the first step of a shape runs the closure as it is (which also builds its
-kernels), the second records it. What the start-up captured is ready from the first step on.
+A step of decode rows only is one graph from the gather to the record, for each number of rows and kind of tail. A step with prompts is two:
+the body (gather, layers, hidden states to sample from), for each number of query tokens, and the tail (head, sampling, record), for each
+number of rows and kind. Their closures see the runner's buffers at full width and the bounds of the longest request, so nothing in them
+depends on a plan; the first step of a shape runs the closure as it is (which also builds its kernels), the second records it. What the
+start-up captured is ready from the first step on.
 """
 
 from __future__ import annotations
@@ -10,29 +12,33 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from modelrunner.attention import AttentionBackend
 from modelrunner.batch import EDITED, Feature, Plan
 from modelrunner.device import Device
 from modelrunner.model_state import ModelState, Needs, No
+from modelrunner.step_buffers import Buckets, Shape
 
-KINDS = (Feature.GREEDY, Feature.PLAIN)  # tails captured at start-up; others on their second use
+KINDS = (Feature.GREEDY, Feature.PLAIN)  # tails of decode steps captured at start-up; others on their second use
 CAPTURED = int(Feature.PLAIN | Feature.FILTERED | EDITED)  # features of tails that can be captured: not those of taps
 
 
 class Key(NamedTuple):
-    """What tells one graph from another. num_rows: padded decode rows."""
+    """What tells one graph from another. size: padded query tokens of a body, padded rows of a tail or of a step of decode rows."""
 
-    num_rows: int
-    features: Feature
+    part: Literal["step", "body", "tail"]
+    size: int
+    features: Feature = Feature.GREEDY
 
 
 @dataclass(frozen=True)
 class GraphReport:
-    """What start-up captured. seconds: wall time. num_bytes: device memory taken. reason: why nothing was captured."""
+    """What start-up captured: steps of decode rows, and bodies of steps with prompts. seconds: wall time. num_bytes: device memory taken.
+    reason: why nothing was captured."""
 
-    count: int = 0
+    steps: int = 0
+    bodies: int = 0
     seconds: float = 0.0
     num_bytes: int = 0
     reason: str = ""
@@ -40,7 +46,8 @@ class GraphReport:
     def __str__(self) -> str:
         if self.reason:
             return f"none: {self.reason}"
-        return f"{self.count} captured in {self.seconds:.1f} s, {self.num_bytes / 2**20:.0f} MiB"
+        parts = f"{self.steps} decode steps and {self.bodies} bodies of mixed steps"
+        return f"{parts} captured in {self.seconds:.1f} s, {self.num_bytes / 2**20:.0f} MiB"
 
 
 def decode_buckets(max_rows: int) -> tuple[int, ...]:
@@ -49,6 +56,14 @@ def decode_buckets(max_rows: int) -> tuple[int, ...]:
     for end, step in ((64, 8), (128, 16), (256, 32), (512, 64), (max(max_rows, 512), 128)):
         sizes += range(sizes[-1] // 8 * 8 + (8 if sizes[-1] < 8 else step), end + 1, step)
     return (*(size for size in sizes if size < max_rows), max_rows)
+
+
+def token_buckets(max_tokens: int) -> tuple[int, ...]:
+    """Numbers of query tokens of a step with prompts to capture, further apart as steps grow. The last one is max_tokens; 0: none."""
+    sizes: list[int] = []
+    for end, step in ((64, 16), (256, 32), (512, 64), (1024, 128), (2048, 256), (4096, 512), (max(max_tokens, 4096), 1024)):
+        sizes += range((sizes[-1] if sizes else 0) + step, end + 1, step)
+    return (*(size for size in sizes if size < max_tokens), max_tokens) if max_tokens else ()
 
 
 def capture_problem(eager: bool, device: Device, state: ModelState, needs: Needs, backends: Mapping[str, AttentionBackend]) -> str:
@@ -68,21 +83,35 @@ def capture_problem(eager: bool, device: Device, state: ModelState, needs: Needs
 class StepGraphs:
     """Keeps a closure, and once it is captured a replay, for each key. `run` is called where the step's work runs: in stream order."""
 
-    def __init__(self, device: Device, buckets: Sequence[int], make: Callable[[Key], Callable[[], None]], reason: str = "") -> None:
-        """buckets: numbers of rows that may be captured. make: builds the closure of a key. reason: why nothing is to be captured."""
+    def __init__(self, device: Device, buckets: Buckets, make: Callable[[Key], Callable[[], None]], reason: str = "") -> None:
+        """buckets: shapes that may be captured. make: builds the closure of a key. reason: why nothing is to be captured."""
         self.device = device
         self.reason = reason
-        self._buckets = frozenset(() if reason else buckets)
+        self._rows, self._tokens = ((), ()) if reason else (tuple(buckets.rows), tuple(buckets.tokens))
         self._make = make
         self._closures: dict[Key, Callable[[], None]] = {}
         self._replays: dict[Key, Callable[[], None]] = {}
 
-    def key(self, plan: Plan, num_rows: int) -> Key | None:
-        """The graph that runs `plan`, padded to `num_rows`; None for a step that is not captured."""
-        if plan.num_decode != plan.num_rows or plan.num_draft or num_rows not in self._buckets or int(plan.features) & ~CAPTURED:
-            return None
+    @property
+    def most_tokens(self) -> int:
+        """Query tokens of the largest step that may be captured; 0 if nothing is."""
+        return max([*self._rows, *self._tokens], default=0)
+
+    @property
+    def count(self) -> int:
+        """Graphs that start-up captures."""
+        return len(self._tokens) + len(self._rows) * len(KINDS)
+
+    def keys(self, plan: Plan, shape: Shape) -> tuple[Key, ...]:
+        """The graphs that run `plan`, padded to `shape`, one after the other; none for a step that is not captured."""
+        if plan.num_draft or int(plan.features) & ~CAPTURED:
+            return ()
         features = plan.features | EDITED if plan.features & EDITED else plan.features  # one graph edits all that a row may ask for
-        return Key(num_rows, features)
+        if plan.num_decode == plan.num_rows:
+            return (Key("step", shape.num_rows, features),) if shape.num_rows in self._rows else ()
+        if shape.num_tokens not in self._tokens:
+            return ()
+        return Key("body", shape.num_tokens), Key("tail", shape.tail_rows, features)
 
     def run(self, key: Key) -> None:
         """D. Run the step of `key` on the inputs that are staged."""
@@ -105,17 +134,18 @@ class StepGraphs:
         self.device.forget_graphs()
 
     def capture_all(self, stage: Callable[[Key], None], progress: Callable[[Sequence[Key]], Sequence[Key]]) -> GraphReport:
-        """Capture every bucket with each of `KINDS`, from large to small, so that they share one pool of memory.
+        """Capture every body, and every step of decode rows with each of `KINDS`, from large to small, so that they share a pool of memory.
 
         stage: puts a harmless step of a key's shape into the input buffers. progress: wraps the sequence in a progress bar.
         """
         if self.reason:
             return GraphReport(reason=self.reason)
         began, free = time.monotonic(), self.device.memory()[0]
-        keys = [Key(rows, features) for rows in sorted(self._buckets, reverse=True) for features in KINDS]
-        for key in progress(keys):
+        bodies = [Key("body", tokens) for tokens in reversed(self._tokens)]
+        steps = [Key("step", rows, features) for rows in reversed(self._rows) for features in KINDS]
+        for key in progress(bodies + steps):
             stage(key)
             self.device.launch(lambda key=key: self.run(key))  # type: ignore[misc]
             self.device.launch(lambda key=key: self.capture(key))  # type: ignore[misc]
         self.device.synchronize()
-        return GraphReport(len(keys), time.monotonic() - began, max(free - self.device.memory()[0], 0))
+        return GraphReport(len(steps), len(bodies), time.monotonic() - began, max(free - self.device.memory()[0], 0))

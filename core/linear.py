@@ -6,13 +6,15 @@ Model code makes layers with `ctx.linear(...)`, calls them, and never touches th
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol, cast
 
 import torch
 from torch import nn
 
 from modelrunner.ops import Ops
+
+QUANTISED_AT_ONCE = 2**20  # weights: few enough for the processor's cache
 
 
 class LinearScheme(ABC):
@@ -182,6 +184,18 @@ class PlainScheme(LinearScheme):
         return cast(torch.Tensor, self.ops.norm_gated_matmul(x, norm.weight, norm.eps, layer.weight, activation))
 
 
+def quantised_rows(weight: torch.Tensor, device: torch.device) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+    """A weight [rows, in] of any float dtype as 8-bit integers, some rows at a time: (rows, q [n, in] float32, scale [n] float32).
+
+    q = round(w / scale), scale = max|w| of the row / 127.
+    """
+    step = max(1, QUANTISED_AT_ONCE // weight.shape[1])
+    for start in range(0, weight.shape[0], step):
+        wide = weight[start : start + step].to(device=device, dtype=torch.float32)
+        scale = wide.abs().amax(-1).div_(127).clamp_min_(torch.finfo(torch.float32).tiny)
+        yield slice(start, start + wide.shape[0]), (wide / scale[:, None]).round_(), scale
+
+
 class Int8Scheme(LinearScheme):
     """8-bit weights: q = round(w / scale), scale = max|w| of the output row / 127, so that w ~ scale * q; activations stay floats.
 
@@ -194,7 +208,6 @@ class Int8Scheme(LinearScheme):
 
     name = "int8"
     PACKED_ROWS = 16
-    BLOCK = 2**20  # weights quantised at a time: few enough for the processor's cache
 
     def create(self, layer: Linear) -> None:
         shape = (layer.out_features, layer.in_features)
@@ -203,14 +216,10 @@ class Int8Scheme(LinearScheme):
         layer.register_buffer("packed_scale", torch.zeros(layer.out_features, dtype=torch.bfloat16, device=self.device))
 
     def load(self, layer: Linear, rows: slice, weight: torch.Tensor) -> None:
-        step = max(1, self.BLOCK // layer.in_features)
-        for start in range(0, weight.shape[0], step):
-            wide = weight[start : start + step].to(device=self.device, dtype=torch.float32)
-            block = slice(rows.start + start, rows.start + start + wide.shape[0])
-            scale = wide.abs().amax(-1).div_(127).clamp_min_(torch.finfo(torch.float32).tiny)
-            layer.qweight[block].copy_((wide / scale[:, None]).round_())
-            layer.scale[block].copy_(scale)
-            layer.packed_scale[block].copy_(scale)
+        for block, qweight, scale in quantised_rows(weight, self.device):
+            layer.qweight[rows][block].copy_(qweight)
+            layer.scale[rows][block].copy_(scale)
+            layer.packed_scale[rows][block].copy_(scale)
 
     def apply(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
         rows = x.numel() // layer.in_features

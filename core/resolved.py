@@ -11,7 +11,8 @@ class Resolved:
     """What the engine worked out from the settings; `print` it.
 
     components: hook -> what was chosen, e.g. "dense (modelrunner:dense)". num_pages: usable pages. page_bytes: bytes of a page.
-    tokens_per_page: by cache group. max_model_len: tokens. graphs: what was captured, or why nothing was.
+    tokens_per_page: by cache group. max_model_len: tokens. graphs: what was captured, or why nothing was. memory: what takes how much of
+    the device's, where the cache's size was measured.
     """
 
     model: str
@@ -23,6 +24,7 @@ class Resolved:
     tokens_per_page: Mapping[str, int] = field(default_factory=dict)
     components: Mapping[str, str] = field(default_factory=dict)
     graphs: str = ""
+    memory: str = ""
 
     def __str__(self) -> str:
         groups = ", ".join(f"{name}: {tokens} tokens" for name, tokens in self.tokens_per_page.items())
@@ -32,6 +34,7 @@ class Resolved:
             f"cache            {self.num_pages} pages of {self.page_bytes} bytes, {mebibytes:.1f} MiB of {self.cache_dtype}",
             f"a page holds     {groups or 'nothing'}",
             f"graphs           {self.graphs}",
+            *([f"memory           {self.memory}"] if self.memory else []),
             *(f"{hook:<16} {chosen}" for hook, chosen in self.components.items()),
         ]
         return "\n".join(lines)

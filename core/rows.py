@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from modelrunner.page_pool import GroupLayout, Int32Array, PagePool
 from modelrunner.prefix_cache import Hit
+from modelrunner.token_budget import TokenBudget
 
 BoolArray = npt.NDArray[np.bool_]
 
@@ -152,19 +153,20 @@ class HostRows:
         view: Int32Array = self.token_log[row, self.num_prompt[row] : self.known[row]]
         return view
 
-    def select(self, running: Int32Array, budget: int) -> tuple[Int32Array, Int32Array, int]:
+    def select(self, running: Int32Array, budget: TokenBudget, waiting: int) -> tuple[Int32Array, Int32Array, int]:
         """Rows of the next step, their query tokens, and how many of them (the first ones) decode.
 
-        Rows with one token left to compute come first; what they leave of `budget` tokens goes to unfinished prompts, in the order of
-        `running`. A row that will have reached its limit once the steps in flight are collected is left out.
+        Rows with one token left to compute come first; what they leave of the budget goes to unfinished prompts, in the order of `running`.
+        A row that will have reached its limit once the steps in flight are collected is left out. waiting: requests without a row.
         """
         running = running[self.known_upper[running] < self.limit[running]]
         pending = self.known_upper[running] - self.computed_upper[running]
         decode = running[pending == 1]
-        if decode.size > budget:  # those that waited longest
-            decode = decode[np.argsort(self.last_ticket[decode], kind="stable")[:budget]]
+        if decode.size > budget.most:  # those that waited longest
+            decode = decode[np.argsort(self.last_ticket[decode], kind="stable")[: budget.most]]
         prefill, pending = running[pending > 1], pending[pending > 1]
-        chunk = np.clip(budget - decode.size - (np.cumsum(pending) - pending), 0, pending).astype(np.int32)
+        tokens = budget.tokens(decode.size, prefill.size + waiting)
+        chunk = np.clip(tokens - decode.size - (np.cumsum(pending) - pending), 0, pending).astype(np.int32)
         counts = np.concatenate([np.ones(decode.size, np.int32), chunk[chunk > 0]])
         return np.concatenate([decode, prefill[chunk > 0]]), counts, int(decode.size)
 

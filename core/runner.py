@@ -9,68 +9,27 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import torch
 from tqdm import tqdm  # type: ignore[import-untyped,unused-ignore]
 
+from modelrunner import blank_plans
 from modelrunner.attention import AttentionBackend, AttentionMeta, BoundAttention, ByGroup, attention_meta
 from modelrunner.batch import EDITED, EMPTY_PATCH, Batch, Feature, Outcome, Patch, Plan, Record, Ticket, record_words
-from modelrunner.device import Device, Event, PinnedBuffer
+from modelrunner.device import Event, PinnedBuffer
 from modelrunner.errors import EngineError, PluginError
 from modelrunner.extras import Extras
 from modelrunner.graphs import GraphReport, Key, StepGraphs
-from modelrunner.model_state import ModelState, Needs, Tap
-from modelrunner.ops import Ops
-from modelrunner.page_pool import GroupLayout
-from modelrunner.request_table import RequestTable
-from modelrunner.sampler import Sampler
+from modelrunner.model_state import Tap
+from modelrunner.runner_parts import Parts, Route
 from modelrunner.step_buffers import Buckets, PlanPacker, Shape, StepBuffers
-from modelrunner.tap_set import ActiveTaps, TapSet
+from modelrunner.tap_set import ActiveTaps
 
 FIRST_PROMPT = 32  # tokens of a prompt whose kernels are built with the first ones
 POISON = -0x5A5A5A5B  # what a released ring entry holds on a testing device: no row, no token
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What a runner is put together from, each chosen or built at start-up."""
-
-    device: Device
-    ops: Ops
-    state: ModelState
-    needs: Needs
-    dtype: torch.dtype
-    sampler: Sampler
-    table: RequestTable
-    layouts: Sequence[GroupLayout]
-    caches: Mapping[str, torch.Tensor]
-    backends: Mapping[str, AttentionBackend]
-    taps: TapSet
-
-
-@dataclass(frozen=True)
-class Route:
-    """How steps run that have the rows of `plan`: padded to `shape`, as the graph `replay`, or eagerly if that is None.
-
-    The last launched step's rows are still on the device, so a step of the same route sends its patch only.
-    """
-
-    plan: Plan
-    shape: Shape
-    replay: Callable[[], None] | None
-
-    def serves(self, plan: Plan) -> bool:
-        """Whether `plan` has the very arrays of this route; they are not written any more (see `steady`)."""
-        own = self.plan
-        return (
-            plan.rows is own.rows
-            and plan.generations is own.generations
-            and plan.num_query is own.num_query
-            and plan.features is own.features
-        )
 
 
 class Runner:
@@ -111,8 +70,8 @@ class Runner:
         self.launched = 0
         self.route: Route | None = None  # of the last launched step, while its rows are on the device
         self.warming_up = False
-        self.max_model_len = max_model_len
-        self.graphs = StepGraphs(self.device, buckets.rows, self._closure, no_graphs)
+        self.max_tokens, self.max_model_len = max_tokens, max_model_len
+        self.graphs = StepGraphs(self.device, buckets, self._closure, no_graphs)
         self.caches = ByGroup(parts.caches)
         self.layer_index = {g.group.name: {layer: i for i, layer in enumerate(g.group.layers)} for g in parts.layouts}
 
@@ -121,14 +80,9 @@ class Runner:
         plan = self._blank_plan()
         self.state.fill_dummy(self.buffers.batch(plan, self.buckets.shape(plan), self.parts.table.columns))
         kinds = [replace(plan, features=features) for features in (Feature.GREEDY, Feature.PLAIN, Feature.PLAIN | Feature.FILTERED, EDITED)]
-
-        def first(kind: Plan) -> None:
-            shape = self.buckets.shape(kind)
-            self._pack(kind, shape, 0, rows=True)()
-            self._computation(kind, shape, None)()
-
-        prompts = [self._blank_prompt(plan, n) for n in sorted({min(FIRST_PROMPT, self.longest_prompt), self.longest_prompt})]
-        self.device.build([partial(first, kind) for kind in [*kinds, *prompts]])
+        longest = self.longest_prompt
+        prompts = [blank_plans.prompt(plan, self.parts.layouts, n) for n in sorted({min(FIRST_PROMPT, longest), longest})]
+        self._build([partial(self._first, each) for each in (*kinds, *prompts, self._large_plan(self.max_tokens))])
         self._rewind()
         self.warming_up = True
         for kind in kinds:
@@ -137,37 +91,45 @@ class Runner:
                 raise PluginError(f"the step's record names row {records[0, Record.ROW]}, not {self.scratch_row} (operation write_record)")
         self.warming_up = False
 
-    def _blank_prompt(self, plan: Plan, num_tokens: int) -> Plan:
-        """The blank `plan` with so many query tokens."""
-        counts = dict.fromkeys(("num_tokens", "max_query", "max_seq_len"), num_tokens)
-        pages = tuple(layout.pages_for(num_tokens) for layout in self.parts.layouts)
-        return replace(plan, num_query=plan.num_query * num_tokens, num_decode=0, table_pages=pages, **counts)
+    def _build(self, work: Sequence[Callable[[], None]]) -> None:
+        """Let the device get ready what `work` will launch. It may run parts of it without the kernels that say where their inputs lie."""
+        self.device.launch(lambda: fill(self.buffers.sample_index, 0))
+        self.device.build(work)
+
+    def _first(self, plan: Plan) -> None:
+        shape = self.buckets.shape(plan)
+        self._pack(plan, shape, 0, rows=True)()
+        self._computation(plan, shape, None)()
+
+    def run_large(self, num_tokens: int) -> None:
+        """Run a step of as many rows as there can be, dead ones, with so many tokens and the tail that needs most memory, to its end.
+
+        Without a graph, as `warm_up` does: nothing may keep memory of the cache that `use_caches` replaces.
+        """
+        plan = self._large_plan(num_tokens)
+        self.warming_up = True
+        self.collect(self.launch(plan))
+        self.warming_up = False
+
+    def _large_plan(self, num_tokens: int) -> Plan:
+        bounds = num_tokens, self.scratch_row, self.max_model_len
+        return blank_plans.large(self._blank_plan(), self.parts.layouts, *bounds, self.parts.taps.all_features)
+
+    def use_caches(self, caches: Mapping[str, torch.Tensor], backends: Mapping[str, AttentionBackend]) -> None:
+        """Take other cache memory, by group. Only with nothing in flight and nothing captured."""
+        self.parts = replace(self.parts, caches=caches, backends=backends)
+        self.caches = ByGroup(caches)
 
     def _blank_plan(self) -> Plan:
-        """A step of a dead row, the scratch row, whose columns have their defaults; it goes through all operations and changes nothing."""
-        one = np.ones(1, np.int32)
-        blank = self.parts.table.builder()
-        blank.row(self.scratch_row, {})
-        return Plan(
-            step=-1,
-            rows=one * self.scratch_row,
-            generations=-one,
-            num_query=one,
-            patch=blank.build(),
-            num_decode=1,
-            num_tokens=1,
-            max_query=1,
-            max_seq_len=1,
-            table_pages=(1,) * len(self.parts.layouts),
-        )
+        return blank_plans.blank_row(self.parts.table, len(self.parts.layouts))
 
     def capture(self) -> GraphReport:
-        """Capture the steps that decode, after `warm_up`. The counter is put back: entries written meanwhile are nobody's."""
+        """Capture what may come often, after `warm_up`. The counter is put back: entries written meanwhile are nobody's."""
         plan = self._blank_plan()
         self.route = None
 
         def stage(key: Key) -> None:
-            upload = self._pack(plan, Shape(key.num_rows, key.num_rows, key.num_rows, 1), 0, rows=True)
+            upload = self._pack(plan, self._shape(key), 0, rows=True)
             self.device.launch(upload)
             self.device.synchronize()  # the buffer is written again for the next shape
 
@@ -176,7 +138,7 @@ class Runner:
             self._closure(key)()
 
         def built(keys: Sequence[Key]) -> Sequence[Key]:
-            self.device.build([partial(first, key) for key in keys])
+            self._build([partial(first, key) for key in keys])
             bar: Sequence[Key] = tqdm(keys, desc="Capturing graphs", unit="graph", disable=not sys.stderr.isatty())
             return bar
 
@@ -219,8 +181,8 @@ class Runner:
 
     def _new_route(self, plan: Plan) -> Route:
         shape = self.buckets.shape(plan)
-        key = self.graphs.key(plan, shape.num_rows)
-        return Route(plan, shape, None if key is None else partial(self.graphs.run, key))
+        keys = () if self.warming_up else self.graphs.keys(plan, shape)
+        return Route(plan, shape, partial(_in_order, *[partial(self.graphs.run, key) for key in keys]) if keys else None)
 
     def _pack(self, plan: Plan, shape: Shape, entry: int, *, rows: bool) -> Callable[[], None]:
         """Put the plan's rows, if asked, and its patch into a pinned buffer. Returns the work that brings them to the device."""
@@ -230,25 +192,50 @@ class Runner:
         start, end = 0 if rows else self.packer.patch_start, self.packer.pack_patch(plan.patch, words)
         return partial(self._upload, plan.patch, self.plans[entry], start, end)
 
-    def _closure(self, key: Key) -> Callable[[], None]:
-        """A step of decode rows with the bounds of any such step, for a graph."""
-        n, length = key.num_rows, self.max_model_len
-        rows = np.full(n, self.scratch_row, np.int32)
-        pages = tuple(layout.pages_for(length) for layout in self.parts.layouts)
-        plan = Plan(-1, rows, rows, rows, EMPTY_PATCH, n, n, 1, length, pages, key.features)
-        return self._computation(plan, Shape(n, n, n, 1), None)
+    def _shape(self, key: Key) -> Shape:
+        """The shape of every step that runs as `key`. Which rows of a body decode is for the device to see."""
+        if key.part == "body":
+            return Shape(self.buckets.body_rows, key.size, 0, key.size, self.buckets.body_rows)
+        return Shape(key.size, key.size, key.size, 1, key.size)
 
-    def _computation(self, plan: Plan, shape: Shape, taps: ActiveTaps | None) -> Callable[[], None]:
+    def _closure(self, key: Key) -> Callable[[], None]:
+        """A step of decode rows, or part of a step with prompts, with the bounds of any such step, for a graph."""
+        shape, length = self._shape(key), self.max_model_len
+        rows = np.full(shape.num_rows, self.scratch_row, np.int32)
+        pages = tuple(layout.pages_for(length) for layout in self.parts.layouts)
+        plan = Plan(-1, rows, rows, rows, EMPTY_PATCH, shape.num_decode, shape.num_tokens, shape.max_query, length, pages, key.features)
+        if key.part == "step":
+            return self._computation(plan, shape, None, captured=True)
+        sampled, columns = self.buffers.sampled[: shape.tail_rows], self.parts.table.columns
+        if key.part == "tail":
+            return partial(self._captured_tail, self.buffers.tail(plan, shape, columns), sampled)
+        batch = self.buffers.batch(plan, shape, columns)
+        return partial(self._captured_body, batch, self._attention(batch, captured=True), sampled)
+
+    @torch.inference_mode()
+    def _captured_body(self, batch: Batch, attention: Mapping[str, BoundAttention], sampled: torch.Tensor) -> None:
+        self._inputs(batch)
+        torch.index_select(self._body(batch, attention, no_tap), 0, batch.sample_index, out=sampled)
+
+    @torch.inference_mode()
+    def _captured_tail(self, batch: Batch, sampled: torch.Tensor) -> None:
+        self._tail(batch, sampled)
+
+    def _computation(self, plan: Plan, shape: Shape, taps: ActiveTaps | None, captured: bool = False) -> Callable[[], None]:
         """Everything that a step does after its inputs are uploaded. Views and metadata are made here, on the host."""
-        batch = self.buffers.batch(plan, shape, self.parts.table.columns)
-        attention = ByGroup(
-            (name, BoundAttention(backend, self.layer_index[name], self._metadata(backend, batch)))
+        columns = self.parts.table.columns
+        batch = self.buffers.batch(plan, shape, columns)
+        tail = batch if shape.num_decode == shape.num_rows else self.buffers.tail(plan, shape, columns)
+        return partial(self._compute, batch, tail, self._attention(batch, captured), taps)
+
+    def _attention(self, batch: Batch, captured: bool) -> Mapping[str, BoundAttention]:
+        return ByGroup(
+            (name, BoundAttention(backend, self.layer_index[name], self._metadata(backend, batch, captured)))
             for name, backend in self.parts.backends.items()
         )
-        return partial(self._compute, batch, attention, taps)
 
-    def _metadata(self, backend: AttentionBackend, batch: Batch) -> AttentionMeta:
-        return self.state.attention_metadata(backend.group, batch, attention_meta(backend.group, batch))
+    def _metadata(self, backend: AttentionBackend, batch: Batch, captured: bool) -> AttentionMeta:
+        return self.state.attention_metadata(backend.group, batch, attention_meta(backend.group, batch, captured))
 
     def collect(self, ticket: Ticket) -> Outcome:
         """Wait for the copy of this step's records, take them, and free the step's buffers."""
@@ -285,13 +272,15 @@ class Runner:
             if not patch.empty:
                 self.ops.apply_patch(self.parts.table.arena, *self.buffers.patch(patch.dst.size, patch.words.size))
 
-    def _compute(self, batch: Batch, attention: Mapping[str, BoundAttention], taps: ActiveTaps | None) -> None:
+    def _compute(self, batch: Batch, tail: Batch, attention: Mapping[str, BoundAttention], taps: ActiveTaps | None) -> None:
         with torch.inference_mode():
             self._inputs(batch)
             hidden = self._body(batch, attention, no_tap if taps is None else taps.bind(batch))
             if taps is not None and taps.reports:
                 self.extras.write(taps, batch, self.counter)
-            self._tail(batch, hidden)
+            if tail is not batch:  # otherwise a row's only token is the one that it samples from
+                hidden = hidden.index_select(0, batch.sample_index[: tail.num_rows])
+            self._tail(tail, hidden)
 
     def _inputs(self, batch: Batch) -> None:
         """Gather what the step reads from the request table."""
@@ -327,7 +316,7 @@ class Runner:
         )
 
     def _body(self, batch: Batch, attention: Mapping[str, BoundAttention], tap: Tap) -> torch.Tensor:
-        """Embeddings and layers; returns the hidden states at the sampling positions, [N, H]."""
+        """Embeddings and layers; returns the hidden states, [T, H]."""
         state = self.state
         state.before_forward(batch)
         hidden = self.buffers.hidden[: batch.num_tokens]
@@ -338,9 +327,7 @@ class Runner:
         hidden = state.forward(hidden, positions, attention, self.caches, tap)
         if self.warming_up:
             self._require("forward", hidden, batch.num_tokens, self.parts.needs.hidden_size)
-        if batch.num_tokens == batch.num_rows == batch.num_decode:
-            return hidden  # a row's only token is the one that it samples from
-        return hidden.index_select(0, batch.sample_index)
+        return hidden
 
     def _tail(self, batch: Batch, hidden: torch.Tensor) -> None:
         """Head, sampling, state update and record."""

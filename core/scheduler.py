@@ -22,6 +22,7 @@ from modelrunner.request import Request, Status
 from modelrunner.rows import BoolArray, Growth, HostRows
 from modelrunner.steady import Steady
 from modelrunner.step_books import Committed, Draft, Stats, Undo, note_growth
+from modelrunner.token_budget import TokenBudget
 from modelrunner.waiting import Deadlines, Entry
 
 REASONS = {Finish.STOP: "stop", Finish.LENGTH: "length", Finish.ERROR: "error"}
@@ -32,7 +33,7 @@ class Scheduler:
 
     row_values: plain and seated column values of a request, by column name (a seated column's value is its elements).
     on_admit(row, request, resumed) gives further values, on_remove tells that the request left the row. seats: capacity of each seated
-    column. depth: steps in flight at most.
+    column. max_batched_tokens, max_mixed_tokens: see `TokenBudget`; the latter only with chunked prefill. depth: steps in flight at most.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Scheduler:
         max_rows: int,
         max_batched_tokens: int,
         max_model_len: int,
+        max_mixed_tokens: int | None = None,
         policy: Literal["fcfs", "priority"] = "fcfs",
         chunked_prefill: bool = True,
         prefix_caching: bool = True,
@@ -65,7 +67,7 @@ class Scheduler:
             chunked=chunked_prefill, caching=prefix_caching, cache_seed=cache_seed,
         )  # fmt: skip
         self._builder = builder
-        self._max_batched_tokens = max_batched_tokens
+        self._budget = TokenBudget(max_batched_tokens, max_mixed_tokens if chunked_prefill else None)
         self._clock = clock
         self._deadlines = Deadlines()
         self._running: Int32Array = np.empty(0, np.int32)  # rows of running requests, in order of admission
@@ -175,7 +177,7 @@ class Scheduler:
             return again
         self._disturb()
         while True:
-            rows, counts, num_decode = self._rows.select(self._running, self._max_batched_tokens)
+            rows, counts, num_decode = self._rows.select(self._running, self._budget, self.num_waiting)
             upper = self._rows.computed_upper[rows] + counts
             deficits = [table.deficit(rows, upper) for table in self._rows.tables]
             missing = sum(int(d.sum()) for d in deficits)
@@ -184,7 +186,8 @@ class Scheduler:
             if self._in_flight:
                 return Drain(f"{missing} cache pages are needed and {self.pool.available} available")
             self._preempt(self._victim())
-        draft = Draft(self._builder(), self._max_batched_tokens, num_decode)
+        tokens = self._budget.tokens(num_decode, rows.size - num_decode + self.num_waiting)
+        draft = Draft(self._builder(), tokens, num_decode)
         draft.grow(self._rows, rows, deficits, self.pool)
         draft.take(self._rows, rows, counts)
         self._admit(draft)
@@ -192,7 +195,7 @@ class Scheduler:
 
     def _repeat(self, first: Plan) -> Plan | None:
         """The steady path: the plan of before once more, or None when something about it would change."""
-        if self.admission.candidate(self._max_batched_tokens - first.num_tokens) is not None:
+        if self.admission.candidate(self._budget.most - first.num_tokens) is not None:
             return None
         steady = self._steady = self._steady or Steady(self._rows, first)
         if not steady.left:

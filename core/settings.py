@@ -122,6 +122,10 @@ class SchedulerSettings(Section):
     max_batched_tokens: int = Field(default=2048, ge=1, le=2**20)
     """Most tokens that one step computes, over all requests."""
 
+    max_mixed_tokens: int = Field(default=512, ge=1, le=2**20)
+    """The same for a step in which at least four requests decode for each pending prompt, so that a long prompt does not hold them up; half
+    of it goes to prompts in any case, and without chunked_prefill it has no effect."""
+
     policy: Literal["fcfs", "priority"] = "fcfs"
     """Order of admission: fcfs is first come, first served; priority takes the lowest priority number first, then the first come."""
 
@@ -143,7 +147,7 @@ class LinearSettings(Section):
     """How the weights of linear layers are stored and applied."""
 
     scheme: str = Field(default="auto", min_length=1)
-    """Name of a linear scheme offer (plain, int8, or a plugin's); auto is plain."""
+    """Name of a linear scheme offer (plain, packed, int8, or a plugin's); auto is packed for 16-bit weights on an x86 CPU, else plain."""
 
 
 class SamplerSettings(Section):
@@ -186,10 +190,16 @@ class GraphSettings(Section):
     """Never capture graphs."""
 
     bucket_rows: tuple[Annotated[int, Field(ge=1)], ...] = ()
-    """Numbers of rows that batches are padded to, rising; empty pads nothing."""
+    """Numbers of rows that batches are padded to, rising; empty takes a list up to scheduler.max_rows where graphs are captured, and else
+    pads nothing."""
 
     bucket_tokens: tuple[Annotated[int, Field(ge=1)], ...] = ()
-    """Numbers of query tokens that batches are padded to, rising; empty pads nothing."""
+    """Numbers of query tokens that batches with prompts are padded to, rising; empty lets max_tokens decide where graphs are captured, and
+    else pads nothing."""
+
+    max_tokens: int = Field(default=2048, ge=0, le=8192)
+    """Most query tokens of a captured step with prompts; larger ones run without a graph, and 0 captures only steps in which all rows
+    decode."""
 
     @field_validator("bucket_rows", "bucket_tokens")
     @classmethod

@@ -16,32 +16,42 @@ from modelrunner.page_pool import GroupLayout
 
 @dataclass(frozen=True)
 class Shape:
-    """A step's shape after padding: rows and tokens, and how many of the first rows are decode rows."""
+    """A step's shape after padding. num_rows, num_tokens: of the body, the first num_decode rows of which are decode rows. tail_rows: of
+    the tail; the first rows of the body."""
 
     num_rows: int
     num_tokens: int
     num_decode: int
     max_query: int
+    tail_rows: int
 
 
 class Buckets:
     """Pads a step's rows and tokens up to given sizes, so that captured graphs (and tests of padding) meet few shapes."""
 
-    def __init__(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
-        """rows, tokens: sizes to pad to; a larger step, or an empty list, is left as it is."""
+    def __init__(self, rows: Sequence[int], tokens: Sequence[int], max_rows: int) -> None:
+        """rows, tokens: sizes to pad to; a larger step, or an empty list, is left as it is. max_rows: of an unpadded step."""
         self.rows = sorted(rows)
         self.tokens = sorted(tokens)
+        self.max_rows = max_rows
 
     def shape(self, plan: Plan) -> Shape:
-        """The padded shape. Padding tokens need a padding row to belong to, so a mixed step may gain one row more."""
+        """The padded shape. The body of a step with prompts depends on its tokens alone, where they are padded."""
         n, t = plan.num_rows, plan.num_tokens
         slots = 1 + plan.num_draft
+        rows = _up(self.rows, n)
         if plan.num_decode == n:
-            rows = _up(self.rows, n)
-            return Shape(rows, rows * slots, rows, plan.max_query)
+            return Shape(rows, rows * slots, rows, plan.max_query, rows)
+        if not self.tokens or t > self.tokens[-1]:
+            return Shape(rows, t, plan.num_decode, plan.max_query, rows)
         tokens = _up(self.tokens, t)
-        rows = _up(self.rows, n + (tokens > t))
-        return Shape(rows, tokens, plan.num_decode, max(plan.max_query, tokens - t))
+        most = self.body_rows
+        return Shape(most, tokens, plan.num_decode, max(plan.max_query, tokens - t), min(rows, most))
+
+    @property
+    def body_rows(self) -> int:
+        """Rows of a body that is padded to some number of tokens: all that there can be, and one that padding tokens belong to."""
+        return self.max_rows + 1
 
 
 def _up(sizes: Sequence[int], n: int) -> int:
@@ -121,6 +131,7 @@ class StepBuffers:
             g.group.name: torch.zeros(max_rows * -(-max_model_len // g.tokens_per_page), dtype=torch.int32, device=device) for g in layouts
         }
         self.hidden = torch.zeros(max_tokens, needs.hidden_size, dtype=dtype, device=device)
+        self.sampled = torch.zeros(max_rows, needs.hidden_size, dtype=dtype, device=device)  # from a captured body to its tail
         sizes = {"tokens": max_tokens, "rows": max_rows}
         self.extra = {
             b.name: torch.zeros([sizes[s] if isinstance(s, str) else s for s in b.shape], dtype=b.dtype, device=device)
@@ -138,6 +149,10 @@ class StepBuffers:
         first, sizes = self.packer.patch_start, [2 * num_runs, num_runs, num_runs, num_words]
         dst, length, start, words = torch.split(self.staging[first : first + sum(sizes)], sizes)
         return dst.view(torch.int64), length, start, words
+
+    def tail(self, plan: Plan, shape: Shape, columns: Mapping[str, torch.Tensor]) -> Batch:
+        """Views for the tail of a step with prompts: its rows, and no tokens."""
+        return self.batch(plan, Shape(shape.tail_rows, 0, 0, shape.max_query, shape.tail_rows), columns)
 
     def batch(self, plan: Plan, shape: Shape, columns: Mapping[str, torch.Tensor]) -> Batch:
         """Views for one step."""

@@ -35,7 +35,8 @@ def attention_backend(group: CacheGroup, device: Device, settings: RunnerSetting
     problem = group_problem(group) or types_problem(settings) or place_problem(device)
     if problem:
         return Decline(f"flash_attention3: {problem}")
-    return Offer("flash_attention3", _load, "fallback", "prompts by FlashAttention 3, decoding as paged; taken where it is pinned")
+    reason = "prompts by FlashAttention 3, decoding as paged"
+    return Offer("flash_attention3", _load, "family", reason, replaces=frozenset({"paged"}))
 
 
 def group_problem(group: FullAttention) -> str:

@@ -195,3 +195,30 @@ def sample_rows(ops: Ops) -> Function:
         return tokens, (samples & ok).int(), ok
 
     return chain
+
+
+def qkv_attention(ops: Ops) -> Function:
+    """`qkv_attention(*arguments of qkv_rope_write, scale, softcap, sinks) -> out`: `indexed_attention` of `qkv_rope_write`'s queries.
+
+    Returns [T, HQ, D].
+    """
+    rotate = qkv_rope_write(ops)
+
+    def chain(
+        qkv: torch.Tensor,
+        num_heads: int,
+        num_kv_heads: int,
+        q_norm: torch.Tensor | None,
+        k_norm: torch.Tensor | None,
+        eps: float,
+        cos_sin: torch.Tensor,
+        cache: torch.Tensor,
+        slots: torch.Tensor,
+        index: Any,
+        **options: Any,
+    ) -> torch.Tensor:
+        q = rotate(qkv, num_heads, num_kv_heads, q_norm, k_norm, eps, cos_sin, cache, slots, index)
+        out: torch.Tensor = ops.indexed_attention(q, cache, index, **options)
+        return out
+
+    return chain

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from modelrunner.attention import AttentionMeta
+from modelrunner.attention import AttentionMeta, Rotary
 from modelrunner.backends.paged import PagedAttention, Step
 from modelrunner.model_state import FullAttention
 from modelrunner.ops import Ops
@@ -66,12 +66,13 @@ class FlashAttention3(PagedAttention):
         return FlashStep(slots, index, decode, prompts)
 
     def _prompts(self, meta: AttentionMeta) -> Prompts | None:
-        """Where the queries and keys of the prompts lie; None if there are none, or their keys may need too much memory."""
+        """Where the queries and keys of the prompts lie; None if there are none, their keys may need too much memory, or it is for a graph,
+        whose bounds are those of the longest request."""
         first = meta.num_decode
         num_rows, page = meta.num_rows - first, self.cache.shape[2]
         row_tokens = -(-meta.max_seq_len // page) * page + GAP
         token_bytes = self.cache[0, 0, 0].numel() * self.cache.element_size()
-        if num_rows < 1 or num_rows * row_tokens * token_bytes > SCRATCH_BYTES:
+        if meta.captured or num_rows < 1 or num_rows * row_tokens * token_bytes > SCRATCH_BYTES:
             return None
         query_start = torch.cat((meta.query_start[first:], meta.query_start.new_full((1,), meta.num_tokens)))
         query_len, seq_len = meta.query_len[first:], meta.seq_len[first:]
@@ -84,13 +85,29 @@ class FlashAttention3(PagedAttention):
         kv = torch.empty(shape, dtype=self.cache.dtype, device=self.cache.device)
         return Prompts(meta.block_table[first:], seq_len, query_start, key_start, num_keys, kv, meta.max_query, meta.max_seq_len)
 
-    def _read(self, q: torch.Tensor, layer: int, step: Any, sinks: torch.Tensor | None) -> torch.Tensor:
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, step: Any, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         if step.prompts is None:
-            return super()._read(q, layer, step, sinks)
+            return super().attend(q, k, v, layer, step, sinks)
+        self.ops.indexed_write(self.cache[:, layer], k, v, step.index)
+        return self._read(q, layer, step, sinks)
+
+    def attend_qkv(self, qkv: torch.Tensor, rotary: Rotary, layer: int, step: Any, sinks: torch.Tensor | None = None) -> torch.Tensor:
+        if step.prompts is None:
+            return super().attend_qkv(qkv, rotary, layer, step, sinks)
+        heads, norms = (self.group.num_heads, self.group.num_kv_heads), (rotary.q_norm, rotary.k_norm, rotary.eps)
+        q = self.ops.qkv_rope_write(qkv, *heads, *norms, rotary.cos_sin, self.cache[:, layer], step.slots, step.index)
+        return self._read(q, layer, step, sinks)
+
+    def _read(self, q: torch.Tensor, layer: int, step: FlashStep, sinks: torch.Tensor | None) -> torch.Tensor:
+        """Attention over what the cache has: of the prompts' tokens by FlashAttention, then of the decode rows'."""
+        assert step.prompts is not None
         out = self._flash(q, layer, step.prompts)
         if step.decode is not None:
             tokens, decode = step.decode
-            out[:tokens] = super()._read(q[:tokens], layer, decode, sinks)
+            rows = self.ops.indexed_attention(q[:tokens], self.cache[:, layer], decode.index, **self._options(sinks))
+            out[:tokens] = rows.flatten(1)
         return out
 
     def _flash(self, q: torch.Tensor, layer: int, prompts: Prompts) -> torch.Tensor:

@@ -43,11 +43,12 @@ class PagedAttention(AttentionBackend):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, step: Step, sinks: torch.Tensor | None = None
     ) -> torch.Tensor:
         self.ops.indexed_write(self.cache[:, layer], k, v, step.index)
-        return self._read(q, layer, step, sinks)
+        out: torch.Tensor = self.ops.indexed_attention(q, self.cache[:, layer], step.index, **self._options(sinks))
+        return out.flatten(1)
 
     def attend_qkv(self, qkv: torch.Tensor, rotary: Rotary, layer: int, step: Step, sinks: torch.Tensor | None = None) -> torch.Tensor:
         group = self.group
-        q = self.ops.qkv_rope_write(
+        out: torch.Tensor = self.ops.qkv_attention(
             qkv,
             group.num_heads,
             group.num_kv_heads,
@@ -58,12 +59,11 @@ class PagedAttention(AttentionBackend):
             self.cache[:, layer],
             step.slots,
             step.index,
-        )
-        return self._read(q, layer, step, sinks)
-
-    def _read(self, q: torch.Tensor, layer: int, step: Step, sinks: torch.Tensor | None) -> torch.Tensor:
-        own = {} if sinks is None else {"sinks": sinks}  # overrides that know of none stay usable
-        out: torch.Tensor = self.ops.indexed_attention(
-            q, self.cache[:, layer], step.index, scale=self.group.scale, softcap=self.group.softcap, **own
+            **self._options(sinks),
         )
         return out.flatten(1)
+
+    def _options(self, sinks: torch.Tensor | None) -> dict[str, Any]:
+        """Keyword arguments of attention. Sinks only where there are some: overrides that know of none stay usable."""
+        options = {"scale": self.group.scale, "softcap": self.group.softcap}
+        return options if sinks is None else {**options, "sinks": sinks}

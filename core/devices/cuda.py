@@ -32,6 +32,7 @@ class CudaDevice(Device):
     type = "cuda"
     name = "cuda"
     captures = True
+    measures = True
 
     def __init__(self, settings: RunnerSettings) -> None:
         super().__init__(settings)
@@ -93,6 +94,17 @@ class CudaDevice(Device):
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)
+
+    def peak(self, work: Callable[[], None]) -> int:
+        self.synchronize()
+        self.trim()
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+        before = torch.cuda.memory_reserved(self.torch_device)
+        work()
+        self.synchronize()
+        most = torch.cuda.max_memory_reserved(self.torch_device)
+        self.trim()
+        return int(most - before)
 
     def trim(self) -> None:
         torch.cuda.empty_cache()

@@ -20,4 +20,4 @@ class DeferredCpuSettings(Section):
     """Overwrite host buffers and ring entries with garbage once they are released."""
 
     captures: bool = False
-    """Play at captured graphs: steps of decode rows run closures made once for each shape."""
+    """Play at captured graphs: steps run closures made once for each shape."""

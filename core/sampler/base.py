@@ -48,6 +48,7 @@ class Stage:
     def edit(self, logits: torch.Tensor, batch: Batch) -> torch.Tensor:
         """D, may be captured; called only if a row of the step asks for `feature`. logits: [n, V], not to be changed in place.
 
+        batch: of a step with prompts it has the rows, and no tokens (num_tokens is 0): what belongs to rows is in its columns.
         Returns `logits`, or an edited copy. Rows that did not ask must come out as they went in.
         """
         return logits

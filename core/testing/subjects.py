@@ -26,6 +26,7 @@ def options(
     pages: int = 128,
     page_size: int = 16,
     tokens: int = 2048,
+    mixed_tokens: int = 512,
     prefix: bool = True,
     chunked: bool = True,
     policy: str = "fcfs",
@@ -35,13 +36,14 @@ def options(
     captures: bool = False,
 ) -> dict[str, Any]:
     """Settings in short words. depth: steps in flight. rows: requests that run at once. pages: in the pool. page_size: tokens a page.
-    tokens: most query tokens a step. device: `cpu`, or `deferred_cpu` with the seed of its random moments, its chance to run early, and
-    whether decode steps run as graphs."""
+    tokens: most query tokens a step. mixed_tokens: of one in which prompts come beside many decoding rows. device: `cpu`, or `deferred_cpu`
+    with the seed of its random moments, its chance to run early, and whether steps run as graphs."""
     values: dict[str, Any] = {
         "scheduler": {
             "pipeline_depth": depth,
             "max_rows": rows,
             "max_batched_tokens": tokens,
+            "max_mixed_tokens": mixed_tokens,
             "chunked_prefill": chunked,
             "policy": policy,
         },

@@ -12,7 +12,7 @@ from modelrunner.kernels.attention.index import rows_per_page
 BLOCK = 4096  # elements that a program copies at a time
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_row"], do_not_specialize_on_alignment=["table_ptr", "starts_ptr", "lengths_ptr"])
 def copy_pages(
     out_ptr, cache_ptr, table_ptr, starts_ptr, lengths_ptr, table_row, page_rows,
     PAGE: tl.constexpr, TOKEN: tl.constexpr, BLOCK: tl.constexpr,

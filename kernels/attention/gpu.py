@@ -10,16 +10,15 @@ import torch
 from modelrunner.kernels.attention.decode import COMBINE_FLOATS, decode_attention, decode_rows
 from modelrunner.kernels.attention.device import next_power_of_2
 from modelrunner.kernels.attention.gather import BLOCK, copy_pages, gather_pages
+from modelrunner.kernels.attention.gathered import gathered_attention, gathered_rows
 from modelrunner.kernels.attention.prefill import prefill_attention, prefill_rows
+from modelrunner.kernels.attention.prefill_list import choose_prefill, gathered_config, prefill_tiles, sort_tiles
 from modelrunner.kernels.attention.rope_write import norm_rotate_write, qkv_rope_write
 from modelrunner.kernels.attention.work_list import (
     AttentionWork,
     attention_index,
     choose_decode,
-    choose_prefill,
     decode_items,
-    prefill_tiles,
-    sort_tiles,
 )
 from modelrunner.kernels.attention.write import indexed_write, write_cache
 from modelrunner.kernels.builds import Build
@@ -38,10 +37,10 @@ def indexed_attention(
     if q.stride(2) != 1:
         q = q.contiguous()
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    if index.decode is not None:
-        decode_rows(q, cache, out, index, scale, softcap, sinks)
+    decode_rows(q, cache, out, index, scale, softcap, sinks)
     if index.prefill is not None:
-        prefill_rows(q, cache, out, index, scale, softcap, sinks)
+        rows = prefill_rows if index.prefill.keys is None else gathered_rows
+        rows(q, cache, out, index, scale, softcap, sinks)
     return out
 
 
@@ -84,6 +83,36 @@ def paged_attention(
     return indexed_attention(q, cache, index, scale=scale, softcap=softcap, sinks=sinks)
 
 
+def qkv_attention(
+    qkv: torch.Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    eps: float,
+    cos_sin: torch.Tensor,
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+    index: AttentionWork,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The fusion of that name: one launch for few decode rows of one token each, else two. slots: those of the index."""
+    decode = index.decode
+    if index.prefill is not None or decode.queries > 1 or not decode.config.fused:
+        q = qkv_rope_write(qkv, num_heads, num_kv_heads, q_norm, k_norm, eps, cos_sin, cache, slots, index)
+        return indexed_attention(q, cache, index, scale=scale, softcap=softcap, sinks=sinks)
+    if qkv.stride(1) != 1 or cos_sin.stride(1) != 1:
+        qkv, cos_sin = qkv.contiguous(), cos_sin.contiguous()
+    dim = cache.shape[4]
+    q = qkv.as_strided((qkv.shape[0], num_heads, dim), (qkv.stride(0), dim, 1), qkv.storage_offset())
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    decode_rows(q, cache, out, index, scale, softcap, sinks, (q_norm, k_norm, cos_sin, eps))
+    return out
+
+
 OVERRIDES: dict[str, Callable[..., Any]] = {
     "attention_index": attention_index,
     "indexed_write": indexed_write,
@@ -92,10 +121,11 @@ OVERRIDES: dict[str, Callable[..., Any]] = {
     "write_cache": write_cache,
     "gather_pages": gather_pages,
     "qkv_rope_write": qkv_rope_write,
+    "qkv_attention": qkv_attention,
 }
 
 
-def _decode_build(kind: str, group: int, dim: int, rows: int, queries: int = 1) -> Build:
+def _decode_build(kind: str, group: int, dim: int, rows: int, queries: int = 1, fused: bool = False) -> Build:
     config = choose_decode(rows, dim, torch.float32 if kind == "fp32" else torch.bfloat16)
     rows_out = next_power_of_2(group * queries)
     constants = {
@@ -109,9 +139,12 @@ def _decode_build(kind: str, group: int, dim: int, rows: int, queries: int = 1) 
         "BLOCK_S": config.block_keys,
         "M_OUT": rows_out,
         "AT_ONCE": max(2, COMBINE_FLOATS // (rows_out * next_power_of_2(dim))),
-        "ONE_BLOCK": config.chunk == config.block_keys,
+        "HOLD": config.hold and not fused,
+        "R": dim if fused else 0,
+        "HAS_NORM": fused,
     }
-    return Build(decode_attention, _signature(kind), constants | _PLAIN, config.num_warps, config.num_stages, divisible=_STEPS)
+    spill = 16 if fused else 0  # outside the loop: A100's compiler prefers them to a lower occupancy
+    return Build(decode_attention, _signature(kind), constants | _PLAIN, config.num_warps, config.num_stages, spill, _STEPS)
 
 
 def _prefill_build(kind: str, group: int, dim: int) -> Build:
@@ -130,11 +163,21 @@ def _prefill_build(kind: str, group: int, dim: int) -> Build:
     return Build(prefill_attention, _signature(kind), constants | _PLAIN, config.num_warps, config.num_stages, spill, _STEPS)
 
 
+def _gathered_build(kind: str, group: int, dim: int) -> Build:
+    config = gathered_config(dim)
+    keys = dict.fromkeys(("k_desc", "v_desc"), f"tensordesc<{kind}[{config.block_keys}, {dim}]>")
+    signature = _signature(kind) | keys | {"starts_ptr": "*i32"}
+    constants = {"NUM_KV": 8, "GROUP": group, "TILE": config.block_queries // group, "D": dim, "BLOCK_M": config.block_queries}
+    constants |= {"BLOCK_S": config.block_keys, "HAS_SOFTCAP": False, "HAS_SINKS": False, "PDL": True}
+    return Build(gathered_attention, signature, constants, config.num_warps, config.num_stages, 0, _STEPS, (90, 100))
+
+
 def _signature(kind: str) -> dict[str, str]:
     """Types of both attention kernels' arguments."""
-    values = dict.fromkeys(("q_ptr", "cache_ptr", "out_ptr", "sinks_ptr"), f"*{kind}")
+    values = dict.fromkeys(("q_ptr", "cache_ptr", "out_ptr", "sinks_ptr", "q_norm_ptr", "k_norm_ptr"), f"*{kind}")
     lists = dict.fromkeys(("items_ptr", "tiles_ptr", "count_ptr", "arrivals_ptr", "table_ptr"), "*i32")
-    numbers = {"partial_ptr": "*fp32", "weights_ptr": "*fp32", "scale": "fp32", "softcap": "fp32", "window": "i32"}
+    numbers = {"scale": "fp32", "softcap": "fp32", "window": "i32", "eps": "fp32", "slots_ptr": "*i64"}
+    numbers |= dict.fromkeys(("partial_ptr", "lse_ptr", "cos_sin_ptr"), "*fp32")
     return values | lists | numbers | dict.fromkeys(_STEPS, "i32")
 
 
@@ -151,28 +194,34 @@ def _gather_build(kind: str, token: int) -> Build:
     values = dict.fromkeys(("out_ptr", "cache_ptr"), f"*{kind}")
     lists = dict.fromkeys(("table_ptr", "starts_ptr", "lengths_ptr"), "*i32")
     signature = values | lists | dict.fromkeys(("table_row", "page_rows"), "i32")
-    return Build(copy_pages, signature, {"PAGE": 16, "TOKEN": token, "BLOCK": BLOCK}, num_warps=8, divisible=("table_row", "page_rows"))
+    return Build(copy_pages, signature, {"PAGE": 16, "TOKEN": token, "BLOCK": BLOCK}, num_warps=8, divisible=("page_rows",))
 
 
 def _list_builds() -> list[Build]:
-    pointers = ("items_ptr", "tiles_ptr", "count_ptr", "arrivals_ptr", "query_start_ptr", "query_len_ptr", "seq_len_ptr", "sorted_ptr")
-    numbers = ("num_rows", "capacity", "window", "num_decode", "num_tokens")
+    rows_of = ("query_start_ptr", "query_len_ptr", "seq_len_ptr")
+    pointers = ("items_ptr", "tiles_ptr", "count_ptr", "arrivals_ptr", "sorted_ptr", "starts_ptr", *rows_of)
+    numbers = ("num_rows", "capacity", "window", "num_tokens")
     types = dict.fromkeys(pointers, "*i32") | dict.fromkeys(numbers, "i32")
-    rows = {"HAS_WINDOW": False, "BLOCK_ROWS": 256}
+    rows = {"HAS_WINDOW": False, "BLOCK_ROWS": 256, "QUERIES": 1}
     return [
         Build(decode_items, types, rows | {"CHUNK": 512, "NUM_KV": 8, "BLOCK_CHUNKS": 4, "NUM_BINS": 8}),
-        Build(prefill_tiles, types, rows | {"TILE": 64, "BLOCK_TILES": 4}),
+        *[Build(prefill_tiles, types, rows | {"TILE": 64, "BLOCK_TILES": 4, "BLOCK_KEYS": keys}) for keys in (0, 64)],
+        Build(prefill_tiles, types, rows | {"TILE": 64, "BLOCK_ROWS": 2048, "BLOCK_TILES": 1, "BLOCK_KEYS": 0}, num_warps=16),
         Build(sort_tiles, types, {"BLOCK": 32, "BLOCK_OTHERS": 64}),
     ]
 
 
-_STEPS = ("q_token", "q_head", "table_row", "page_rows")
+_STEPS = ("q_token", "q_head", "table_row", "page_rows", "cos_sin_token")
 _PLAIN = {"HAS_SOFTCAP": False, "HAS_WINDOW": False, "HAS_SINKS": False, "PDL": True}
 BUILDS = [
     *[_decode_build("bf16", 2, 128, rows) for rows in (1, 8, 128)],
+    *[_decode_build("bf16", 2, 128, rows, fused=True) for rows in (1, 8, 32)],
+    _decode_build("bf16", 4, 128, 8, fused=True),
     *[_decode_build("bf16", 3, 64, rows) for rows in (1, 128)],
+    _decode_build("bf16", 3, 64, 1, fused=True),
     _decode_build("bf16", 4, 128, 32, queries=4),
     _decode_build("fp16", 2, 256, 32),
+    _decode_build("fp16", 2, 256, 32, fused=True),
     _decode_build("fp32", 3, 64, 1),
     *[_prefill_build("bf16", group, dim) for group, dim in ((2, 128), (3, 64), (2, 256))],
     _prefill_build("fp32", 3, 64),
@@ -180,5 +229,6 @@ BUILDS = [
     _qkv_build("bf16", 16, 8, 128, 16, True),
     _qkv_build("fp32", 9, 3, 64, 16, False),
     _gather_build("bf16", 2 * 8 * 128),
+    *[_gathered_build("bf16", group, dim) for group, dim in ((2, 128), (3, 64), (4, 128))],
     *_list_builds(),
 ]

@@ -62,3 +62,11 @@ def pages_of(table_ptr, keys, there, PAGE: tl.constexpr):
 def token_offsets(page, keys, page_rows, PAGE: tl.constexpr, TOKEN: tl.constexpr):
     """Where keys [S] lie in a layer's cache, in elements: int64 [S, 1]."""
     return ((page.to(tl.int64) * page_rows + keys % PAGE) * TOKEN)[:, None]
+
+
+@triton.jit
+def wait_in_loop():
+    """`gdc_wait` for a loop that reads nothing which the kernel before writes: newer versions of Triton move no load before `gdc_wait`, and
+    so would not pipeline the loop.
+    """
+    tl.inline_asm_elementwise("griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)

@@ -8,12 +8,12 @@ from typing import Any
 import triton
 
 from modelrunner.kernels.activation.gated import SILU
-from modelrunner.kernels.builds import Build
+from modelrunner.kernels.builds import CAPABILITIES, PDL_SINCE, Build
 from modelrunner.kernels.linear.gemv import gemv_kernel
 from modelrunner.kernels.linear.launch import SUM_BLOCK
 from modelrunner.kernels.linear.plan import Gemv, plan
 from modelrunner.kernels.linear.products import int8_matmul, matmul, matmul_add, norm_gated_matmul, norm_matmul
-from modelrunner.kernels.linear.tiles import slice_kernel, sum_kernel, tile_kernel
+from modelrunner.kernels.linear.tiles import sum_kernel, tile_kernel
 
 OVERRIDES: dict[str, Callable[..., Any]] = {
     "matmul": matmul,
@@ -43,18 +43,17 @@ def builds(kind: str, rows: int, outputs: int, inner: int, dtype: str = "bf16") 
     names = ("x_ptr", "norm_ptr", "w_ptr", "scale_ptr", "residual_ptr", "out_ptr", "part_ptr")
     signature = {k: f"*{v}" for k, v in given.items()} | _NUMBERS
     none = {name: None for name in names if name not in given}
-    if isinstance(tiles, Gemv) or tiles.slices > 1:
-        del none["part_ptr"]
     if isinstance(tiles, Gemv):
+        none.pop("part_ptr")
         constants = {"T": rows, "K": inner, "BN": tiles.bn, "BK": tiles.bk, "ACT": act, "PDL": True}
         return [Build(gemv_kernel, signature, none | constants, tiles.warps, divisible=_DIVISIBLE)]
-    common = {"K": inner, "ACT": act, "PDL": True}
-    constants = {"BT": tiles.bt, "BN": tiles.bn, "BK": tiles.bk, "HOLD": tiles.stages == 1, "WARM": tiles.warm}
-    if tiles.slices > 1:
-        constants["SLICES"] = tiles.slices
-        return [Build(slice_kernel, signature, none | common | constants, tiles.warps, tiles.stages, divisible=_DIVISIBLE)]
-    common["SPLIT"] = split
-    found = [Build(tile_kernel, signature, none | common | constants, tiles.warps, tiles.stages, 16, divisible=_DIVISIBLE)]
+    common = {"K": inner, "ACT": act, "PDL": True, "SPLIT": split}
+    found = []
+    for way, early in ((tiles, True), (tiles.pipelined(), False)):
+        capabilities = tuple(c for c in CAPABILITIES if (c >= PDL_SINCE) == early)
+        constants = {"BT": way.bt, "BN": way.bn, "BK": way.bk, "HOLD": way.stages == 1, "WARM": way.warm}
+        kernel = (tile_kernel, signature, none | common | constants, way.warps, way.stages)
+        found.append(Build(*kernel, 16, divisible=_DIVISIBLE, capabilities=capabilities))
     if split > 1:
         constants = {"BLOCK_K": triton.next_power_of_2(inner), "BLOCK": SUM_BLOCK}
         # A100's compiler spills a little where eight parts of gate and up meet the norm.
@@ -64,7 +63,7 @@ def builds(kind: str, rows: int, outputs: int, inner: int, dtype: str = "bf16") 
 
 BUILDS: list[Build] = [
     build
-    for rows in (1, 4, 16, 64)
+    for rows in (1, 4, 16, 32, 64, 128)
     for kind, outputs, inner in [
         ("norm", 4096, 1024),  # Qwen3-0.6B: qkv, o, gate and up, down, head
         ("add", 1024, 2048),

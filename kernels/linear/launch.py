@@ -9,7 +9,7 @@ import triton
 
 from modelrunner.kernels.linear.gemv import gemv_kernel
 from modelrunner.kernels.linear.plan import Gemv, Tiles
-from modelrunner.kernels.linear.tiles import slice_kernel, sum_kernel, tile_kernel
+from modelrunner.kernels.linear.tiles import sum_kernel, tile_kernel
 from modelrunner.kernels.norm.rows import rms_norm
 from modelrunner.kernels.pdl import pdl
 
@@ -56,18 +56,18 @@ def _run_gemv(tiles: Gemv, x: torch.Tensor, weight: torch.Tensor, extras: Extras
 
 def _run_tiles(tiles: Tiles, x: torch.Tensor, weight: torch.Tensor, extras: Extras, out: torch.Tensor) -> None:
     rows, outputs = out.shape
+    dependent = pdl(x)
+    if x.is_cuda and not dependent["PDL"]:
+        tiles = tiles.pipelined()
     inner, norm, residual, act, split = x.shape[1], extras.norm, extras.residual, extras.act, tiles.split
     if norm is not None and not tiles.fused_norm:
         x, norm = rms_norm(x, norm, extras.eps), None
-    dependent = pdl(x)
     strides = (x.stride(0), 0 if residual is None else residual.stride(0))
     before, after = (x, norm, weight, extras.scale, residual, out), (rows, outputs, *strides, extras.eps)
     options = {"K": inner, "ACT": act, "num_warps": tiles.warps, "num_stages": tiles.stages, **dependent}
     options |= {"BT": tiles.bt, "BN": tiles.bn, "BK": tiles.bk, "HOLD": tiles.stages == 1, "WARM": tiles.warm and dependent["PDL"]}
     grid = (triton.cdiv(outputs, tiles.bn), split, triton.cdiv(rows, tiles.bt))
-    if tiles.slices > 1:
-        slice_kernel[grid](*before, *after, SLICES=tiles.slices, **options)
-    elif split == 1:
+    if split == 1:
         tile_kernel[grid](*before, None, *after, SPLIT=1, **options)
     else:
         part = torch.empty((split, rows, weight.shape[0]), dtype=torch.float32, device=x.device)

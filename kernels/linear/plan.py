@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 GEMV_ROWS = 2  # beyond, tensor cores
 TILE_ROWS = 128  # beyond, the vendor's library
 PROGRAMS = 128  # that keep the GPU busy
 LARGE = 2**24  # weights from which on the vendor's library reads them as fast, but for tall products of few outputs
+HELD = 2**17  # bytes of weights that a program holds in shared memory
 HEAD = 2**16  # outputs of a product that is the model's head
 
 
@@ -23,11 +24,11 @@ class Gemv:
 
 @dataclass(frozen=True)
 class Tiles:
-    """Tiles of `tile_kernel`: bn outputs and bt rows a program, K in steps of bk and in `split` parts for as many programs; or, with
-    `slices`, of `slice_kernel`: K in as many slices for the warps of a program.
+    """Tiles of `tile_kernel`: bn outputs and bt rows a program, K in steps of bk and in `split` parts for as many programs.
 
     stages: of the pipeline that brings weights and x; 1: all weights of a program are in shared memory before its input is there.
-    fused_norm: False gives the norm a launch of its own. warm: otherwise, fetch weights into the L2 cache while waiting for the input.
+    fused_norm: False gives the norm a launch of its own. warm: with more stages, weights are fetched into the L2 cache while waiting for
+    the input.
     """
 
     bt: int
@@ -38,7 +39,10 @@ class Tiles:
     stages: int
     fused_norm: bool = True
     warm: bool = True
-    slices: int = 1
+
+    def pipelined(self) -> Tiles:
+        """For a device on which no kernel starts before its input is there, so that there is no time in which to load all weights."""
+        return replace(self, bk=min(self.bk, 128 if self.bt <= 32 else 64), stages=3) if self.stages == 1 else self
 
 
 @cache
@@ -56,12 +60,16 @@ def plan(rows: int, outputs: int, inner: int, bits: int, gated: bool, norm: bool
         return None
     if outputs * inner * (2 if gated else 1) >= LARGE:
         return None if norm else _large(rows, outputs, inner)
-    if norm and rows > 32:
+    if norm and rows > 64:
         return None
-    return _small(rows, outputs, inner, gated, norm, norm and not half)
+    return _small(rows, outputs, inner, gated, norm, not (norm and half))
 
 
 def _gemv(rows: int, outputs: int, inner: int, gated: bool) -> Gemv | None:
+    if rows == 1 and 768 < inner <= 1024 and 2048 <= outputs < HEAD:
+        return Gemv(8, 1024, 4)  # few registers beside the weights: the next product's fit in, too
+    if rows == 1 and not gated and 1024 < inner <= 2048 and outputs <= 2048:
+        return Gemv(1, 256, 1)
     if gated:
         if inner <= 1024:
             return Gemv(2, 256, 1) if rows == 1 else Gemv(4, 512, 2)
@@ -91,19 +99,26 @@ def _small(rows: int, outputs: int, inner: int, gated: bool, norm: bool, fused_n
     """One layer's weights, which lie in shared memory by the time the input is there (stages 1), or are on their way."""
     bt = _rows_of_tile(rows)
     if rows <= 16:
-        split = _split(inner, 4 if norm and not gated and rows > 8 else 8)
-        if gated and rows <= 8:
-            return Tiles(bt, 128, 128, split, 8, 1, fused_norm)
-        return Tiles(bt, 64, 128, split, 4, 1 if inner <= 256 * split else 3, fused_norm)
-    if rows > 64:
-        return Tiles(bt, 64, 128, _split(inner, 4), 4, 3)
-    if rows > 32:
-        split = _split(inner, 8)
-        return Tiles(bt, 64, 128, split, 4, 1 if inner <= 256 * split else 3)
-    split = 1
-    while split < 8 and (inner > 512 * split or outputs // 64 * split < PROGRAMS) and inner >= 256 * split:
-        split *= 2
-    return Tiles(bt, 64, 128, split, 4, 1 if inner <= 512 * split else 3, fused_norm)
+        if norm:
+            bn, bk, warps, split = 64 if gated else 128, 128, 4 if gated else 8, _split(inner, 4)
+        elif inner <= 2048:
+            bn, bk, warps, split = 64, 256, 4, _split(inner, 4)
+        else:
+            bn, bk, warps, split = 64, 128, 4, max(1, min(16, inner // 256))
+    elif rows <= 32:
+        split = _split(inner, max(1, PROGRAMS * 64 // outputs))
+        bn, bk, warps = 64, 128 if inner % (256 * split) else 256, 4
+    elif rows > 64:
+        return Tiles(bt, 64, 64, _split(inner, 4), 4, 6, warm=False)
+    elif norm:
+        bt, bn, bk, warps, split = (64, 64, 256, 4, _split(inner, 2)) if gated else (32, 128, 128, 8, _split(inner, 2))
+    elif inner <= 2048:
+        bt, bn, bk, warps, split = 32, 64, 256, 4, _split(inner, 4)
+    else:
+        bn, bk, warps, split = 128, 128, 8, _split(inner, 8)
+    if 2 * bn * (2 if gated else 1) * -(-inner // (bk * split)) * bk <= HELD:
+        return Tiles(bt, bn, bk, split, warps, 1, fused_norm)
+    return Tiles(bt, 64, 128, split, 4, 3, fused_norm)
 
 
 def _rows_of_tile(rows: int) -> int:
@@ -111,7 +126,8 @@ def _rows_of_tile(rows: int) -> int:
 
 
 def _split(inner: int, most: int) -> int:
-    """Programs that share K, each with at least one step of it."""
-    while most > 1 and inner < 128 * most:
-        most //= 2
-    return most
+    """Programs that share K, a power of two, each with at least one step of it."""
+    split = 1
+    while 2 * split <= most and inner >= 256 * split:
+        split *= 2
+    return split

@@ -1,11 +1,12 @@
 """Products of up to some hundred rows on tensor cores, built to stream weights.
 
-The weights are the tall operand: a program multiplies BN of their rows by up to BT rows of x. `tile_kernel` is for tall tiles; where they
-leave too few programs for the GPU, K is split among programs, and `sum_kernel` adds the parts in their order. `slice_kernel` is for flat
-tiles: it splits K among the warps of a program, which would otherwise all do the same.
+The weights are the tall operand: a program multiplies BN of their rows by up to BT rows of x. Where that leaves too few programs for the
+GPU, K is split among programs, and `sum_kernel` adds the parts in their order. That launch costs less than its alternatives did: the last
+program of a tile adding the parts (a fence and an atomic, each a way to the L2 cache and back), or all of K in one program, in slices for
+its warps.
 
-Weights start their way into the L2 cache before the input is there. With a norm, x is multiplied by the norm's weight alone, and the sums
-by 1 / rms in the end (the squares are added up on the way).
+Weights start their way into shared memory or the L2 cache before the input is there. With a norm, x is multiplied by the norm's weight
+alone, and the sums by 1 / rms in the end (the squares are added up on the way).
 """
 
 from __future__ import annotations
@@ -39,15 +40,26 @@ def _prefetch_rows(w_ptr, start, N, K: tl.constexpr, BN: tl.constexpr, LENGTH: t
 
 
 @triton.jit
-def _chunk(ptr, row, column, K: tl.constexpr, EVEN: tl.constexpr):
+def _chunk(ptr, row, column, K: tl.constexpr, EVEN: tl.constexpr, NOW: tl.constexpr = False):
+    """NOW: the load is issued where it stands. Otherwise the compiler may move it down to where its value is needed."""
     if EVEN:
-        return tl.load(ptr + row + column)
+        return tl.load(ptr + row + column, volatile=NOW)
     else:
-        return tl.load(ptr + row + column, mask=column < K, other=0.0)
+        return tl.load(ptr + row + column, mask=column < K, other=0.0, volatile=NOW)
 
 
 @triton.jit
-def _finish(total, up, scale_ptr, residual_ptr, out_ptr, n, t, T, N, residual_stride, ACT: tl.constexpr):
+def _residual(residual_ptr, n, t, T, N, stride):
+    """float32 [BN, BT] of the residual [T, N] for outputs n and rows t; 0 if there is none."""
+    if residual_ptr is not None:
+        inside = (n < N)[:, None] & (t < T)[None, :]
+        return tl.load(residual_ptr + t.to(tl.int64)[None, :] * stride + n[:, None], mask=inside, other=0.0).to(tl.float32)
+    else:
+        return 0.0
+
+
+@triton.jit
+def _finish(total, up, residual, scale_ptr, out_ptr, n, t, T, N, ACT: tl.constexpr):
     """Scale, activation and residual of sums [BN, BT] for outputs n and rows t, and their way out."""
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     inside = (n < N)[:, None] & (t < T)[None, :]
@@ -58,10 +70,8 @@ def _finish(total, up, scale_ptr, residual_ptr, out_ptr, n, t, T, N, residual_st
             up *= tl.load(scale_ptr + row + N)[:, None]
     if ACT != 0:
         total = gated(total.to(dtype), up.to(dtype), ACT).to(tl.float32)
-    wide_t = t.to(tl.int64)[None, :]
-    if residual_ptr is not None:
-        total += tl.load(residual_ptr + wide_t * residual_stride + n[:, None], mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_ptr + wide_t * N + n[:, None], total.to(dtype), mask=inside)
+    total += residual
+    tl.store(out_ptr + t.to(tl.int64)[None, :] * N + n[:, None], total.to(dtype), mask=inside)
 
 
 @triton.jit
@@ -75,19 +85,58 @@ def _weights(w_ptr, w_row, up_row, column, K: tl.constexpr, EVEN: tl.constexpr, 
 
 
 @triton.jit
-def _step(weights, x_ptr, norm_ptr, x_row, column, sums, K: tl.constexpr, EVEN: tl.constexpr, ACT: tl.constexpr):
-    """The sums (total, up, squares) with one more step of K: [.., BN, BK] weights times [.., BT, BK] of x."""
+def _hold(w_ptr, norm_ptr, w_row, up_row, x_row, first, STEPS: tl.constexpr, K: tl.constexpr, EVEN: tl.constexpr, ACT: tl.constexpr):
+    """All weights of a program, and the norm's weights in the shape of x: a tuple with the tiles of each step of K."""
+    BK: tl.constexpr = first.shape[1]
+    weights = ()
+    norms = ()
+    for i in tl.static_range(STEPS):
+        weights = weights + (_weights(w_ptr, w_row, up_row, first + i * BK, K, EVEN, ACT),)  # noqa: RUF005 - no unpacking in kernels
+        norms = norms + ((_chunk(norm_ptr, x_row * 0, first + i * BK, K, EVEN) if norm_ptr is not None else 0),)  # noqa: RUF005
+    return weights, norms
+
+
+@triton.jit
+def _add(sums, weights, x, norm, HAS_NORM: tl.constexpr, ACT: tl.constexpr):
+    """The sums (total, up, squares) with one more step of K: [BN, BK] weights times [BT, BK] of x, which `norm` scales."""
     total, up, squares = sums
-    x = _chunk(x_ptr, x_row, column, K, EVEN)
-    if norm_ptr is not None:
+    if HAS_NORM:
         wide = x.to(tl.float32)
         squares += wide * wide
-        x = (wide * _chunk(norm_ptr, x_row * 0, column, K, EVEN).to(tl.float32)).to(x.dtype)
-    x = tl.permute(x, (0, 2, 1)) if len(x.shape) == 3 else tl.trans(x)
+        x = (wide * norm.to(tl.float32)).to(x.dtype)
+    x = tl.trans(x)
     total = tl.dot(weights[0].to(x.dtype), x, total, input_precision="ieee")
     if ACT != 0:
         up = tl.dot(weights[1].to(x.dtype), x, up, input_precision="ieee")
     return total, up, squares
+
+
+@triton.jit
+def _add_held(
+    sums, weights, norms, x_ptr, norm_ptr, x_row, first, STEPS: tl.constexpr, K: tl.constexpr, EVEN: tl.constexpr, ACT: tl.constexpr
+):
+    """The sums with all of `_hold`. All of x is asked for before any of it is used."""
+    BK: tl.constexpr = first.shape[1]
+    xs = ()
+    for i in tl.static_range(STEPS):
+        xs = xs + (_chunk(x_ptr, x_row, first + i * BK, K, EVEN, True),)  # noqa: RUF005
+    for i in tl.static_range(STEPS):
+        sums = _add(sums, weights[i], xs[i], norms[i], norm_ptr is not None, ACT)
+    return sums
+
+
+@triton.jit
+def _add_loaded(
+    sums, w_ptr, x_ptr, norm_ptr, w_row, up_row, x_row, first, STEPS: tl.constexpr, K: tl.constexpr, EVEN: tl.constexpr, ACT: tl.constexpr
+):
+    """The sums with STEPS steps of K, weights and x being brought by the compiler's pipeline."""
+    BK: tl.constexpr = first.shape[1]
+    for i in tl.range(STEPS):
+        column = first + i * BK
+        norm = _chunk(norm_ptr, x_row * 0, column, K, EVEN) if norm_ptr is not None else 0
+        weights = _weights(w_ptr, w_row, up_row, column, K, EVEN, ACT)
+        sums = _add(sums, weights, _chunk(x_ptr, x_row, column, K, EVEN), norm, norm_ptr is not None, ACT)
+    return sums
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -112,82 +161,35 @@ def tile_kernel(
     w_row = (tl.minimum(n, N - 1).to(tl.int64) * K)[:, None]
     up_row = w_row + N.to(tl.int64) * K
     first = (start + tl.arange(0, BK))[None, :]
-    held = ()
+    x_row = (tl.minimum(t, T - 1).to(tl.int64) * x_stride)[:, None]
     if HOLD:
-        for i in tl.static_range(STEPS):
-            held = held + (_weights(w_ptr, w_row, up_row, first + i * BK, K, EVEN, ACT),)  # noqa: RUF005 - no unpacking in kernels
+        weights, norms = _hold(w_ptr, norm_ptr, w_row, up_row, x_row, first, STEPS, K, EVEN, ACT)
     elif WARM:
         _prefetch_rows(w_ptr, start, N, K, BN, STEPS * BK, ACT)
     if PDL:
         gdc_wait()
-    x_row = (tl.minimum(t, T - 1).to(tl.int64) * x_stride)[:, None]
+    if SPLIT == 1:
+        residual = _residual(residual_ptr, n, t, T, N, residual_stride)
     zeros = tl.zeros([BN, BT], tl.float32)
     sums = (zeros, zeros, tl.zeros([BT, BK], tl.float32))
     if HOLD:
-        for i in tl.static_range(STEPS):
-            sums = _step(held[i], x_ptr, norm_ptr, x_row, first + i * BK, sums, K, EVEN, ACT)
+        sums = _add_held(sums, weights, norms, x_ptr, norm_ptr, x_row, first, STEPS, K, EVEN, ACT)
     else:
-        for i in tl.range(STEPS):
-            column = first + i * BK
-            sums = _step(_weights(w_ptr, w_row, up_row, column, K, EVEN, ACT), x_ptr, norm_ptr, x_row, column, sums, K, EVEN, ACT)
-    total, up, squares = sums
-    if part_ptr is not None:
+        sums = _add_loaded(sums, w_ptr, x_ptr, norm_ptr, w_row, up_row, x_row, first, STEPS, K, EVEN, ACT)
+    total, up, squares = sums[0], sums[1], tl.sum(sums[2], 1)
+    if SPLIT == 1:
+        if norm_ptr is not None:
+            rstd = tl.rsqrt(squares / K + eps)[None, :]
+            total *= rstd
+            up *= rstd
+        _finish(total, up, residual, scale_ptr, out_ptr, n, t, T, N, ACT)
+    else:
         WIDTH = N * (2 if ACT != 0 else 1)
         inside = (n < N)[:, None] & (t < T)[None, :]
         at = part_ptr + (split.to(tl.int64) * T + t)[None, :] * WIDTH + n[:, None]
         tl.store(at, total, mask=inside)
         if ACT != 0:
             tl.store(at + N, up, mask=inside)
-    else:
-        if norm_ptr is not None:
-            rstd = tl.rsqrt(tl.sum(squares, 1) / K + eps)[None, :]
-            total *= rstd
-            up *= rstd
-        _finish(total, up, scale_ptr, residual_ptr, out_ptr, n, t, T, N, residual_stride, ACT)
-
-
-@triton.jit(do_not_specialize=["T"])
-def slice_kernel(
-    x_ptr, norm_ptr, w_ptr, scale_ptr, residual_ptr, out_ptr, T, N, x_stride, residual_stride, eps,
-    K: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SLICES: tl.constexpr, ACT: tl.constexpr,
-    HOLD: tl.constexpr, WARM: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """As `tile_kernel` without parts. Program (n, 0, t): BN outputs, BT rows; each of SLICES warps takes a slice of K, in steps of BK."""
-    if PDL:
-        gdc_launch_dependents()
-    STEPS: tl.constexpr = (K + BK * SLICES - 1) // (BK * SLICES)
-    EVEN: tl.constexpr = K % (BK * SLICES) == 0
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    t = tl.program_id(2) * BT + tl.arange(0, BT)
-    w_row = (tl.minimum(n, N - 1).to(tl.int64) * K)[None, :, None]
-    up_row = w_row + N.to(tl.int64) * K
-    first = tl.arange(0, SLICES)[:, None, None] * (STEPS * BK) + tl.arange(0, BK)[None, None, :]
-    held = ()
-    if HOLD:
-        for i in tl.static_range(STEPS):
-            held = held + (_weights(w_ptr, w_row, up_row, first + i * BK, K, EVEN, ACT),)  # noqa: RUF005
-    elif WARM:
-        _prefetch_rows(w_ptr, 0, N, K, BN, K, ACT)
-    if PDL:
-        gdc_wait()
-    x_row = (tl.minimum(t, T - 1).to(tl.int64) * x_stride)[None, :, None]
-    zeros = tl.zeros([SLICES, BN, BT], tl.float32)
-    sums = (zeros, zeros, tl.zeros([SLICES, BT, BK], tl.float32))
-    if HOLD:
-        for i in tl.static_range(STEPS):
-            sums = _step(held[i], x_ptr, norm_ptr, x_row, first + i * BK, sums, K, EVEN, ACT)
-    else:
-        for i in tl.range(STEPS):
-            column = first + i * BK
-            sums = _step(_weights(w_ptr, w_row, up_row, column, K, EVEN, ACT), x_ptr, norm_ptr, x_row, column, sums, K, EVEN, ACT)
-    total, up, squares = sums
-    total = tl.sum(total, 0)
-    up = tl.sum(up, 0)
-    if norm_ptr is not None:
-        rstd = tl.rsqrt(tl.sum(tl.sum(squares, 2), 0) / K + eps)[None, :]
-        total *= rstd
-        up *= rstd
-    _finish(total, up, scale_ptr, residual_ptr, out_ptr, n, t, T, N, residual_stride, ACT)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -204,6 +206,8 @@ def sum_kernel(
     WIDTH = N * (2 if ACT != 0 else 1)
     if PDL:
         gdc_wait()
+    rows = t + tl.arange(0, 1)
+    residual = _residual(residual_ptr, n, rows, T, N, residual_stride)
     total = tl.zeros([BLOCK], tl.float32)
     up = tl.zeros([BLOCK], tl.float32)
     for s in tl.static_range(SPLIT):
@@ -217,4 +221,4 @@ def sum_kernel(
         rstd = tl.rsqrt(tl.sum(x * x, 0) / K + eps)
         total *= rstd
         up *= rstd
-    _finish(total[:, None], up[:, None], scale_ptr, residual_ptr, out_ptr, n, t + tl.arange(0, 1), T, N, residual_stride, ACT)
+    _finish(total[:, None], up[:, None], residual, scale_ptr, out_ptr, n, rows, T, N, ACT)

@@ -74,7 +74,8 @@ def chart(results: Sequence[Result]) -> tuple[list[Shape], int]:
         speeds = [timing.tokens_per_second(result.statistic) for timing in result.timings]
         for index, (timing, speed) in enumerate(zip(result.timings, speeds, strict=True)):
             width = (WIDTH - 2 * MARGIN - LABELS - VALUES) * speed / max(speeds)
-            ratio = f" (ours {result.ratio(timing):.2f}x)" if index else ""
+            ours = "" if result.forms else "ours "
+            ratio = f" ({ours}{result.comparison(timing)[1]:.2f}x)" if index else ""
             shapes.append(Label(MARGIN, y + BAR / 2, timing.engine))
             shapes.append(Box(MARGIN + LABELS, y, width, BAR, OTHERS if index else OURS))
             shapes.append(Label(MARGIN + LABELS + width + GAP, y + BAR / 2, f"{speed:.1f} tok/s{ratio}"))

@@ -36,8 +36,10 @@ class OurEngine:
 
     name = "modelrunner"
 
-    def __init__(self, llm: LLM) -> None:
+    def __init__(self, llm: LLM, name: str = name) -> None:
+        """name: what tells it from another of ours."""
         self.llm = llm
+        self.name = name
 
     def prepare(self) -> None:
         self.llm.engine.scheduler.reset_prefix_cache()

@@ -40,6 +40,7 @@ def make_engine(rows: Sequence[int]) -> tuple[Engine, NullDevice]:
     settings = {
         "model": "scripted",
         "graphs.bucket_rows": tuple(rows),
+        "graphs.max_tokens": 0,
         "device.name": "null",
         "cache.page_size": PAGE,
         "scheduler.max_rows": max_rows,

@@ -35,7 +35,8 @@ class Timing:
 @dataclass
 class Result:
     """A scenario with all its engines, ours first. equal_tokens: per other engine, output tokens that equal ours up to each request's
-    first difference. load: the machine's load average of the last minute, before and after. setting: what it ran with."""
+    first difference. load: the machine's load average of the last minute, before and after. setting: what it ran with. forms: of engines
+    that are all ours, what each ran with; the first is what the others are measured against."""
 
     scenario: Scenario
     statistic: str
@@ -44,10 +45,18 @@ class Result:
     equal_tokens: Mapping[str, int]
     load: tuple[float, float]
     setting: Mapping[str, Any]
+    forms: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def ratio(self, timing: Timing) -> float:
         """Our throughput over that of `timing`."""
         return self.timings[0].tokens_per_second(self.statistic) / timing.tokens_per_second(self.statistic)
+
+    def comparison(self, timing: Timing) -> tuple[str, float]:
+        """Who is compared with whom, and the ratio of their throughputs: ours with another's, or a form of ours with the first."""
+        first = self.timings[0].engine
+        if self.forms:
+            return f"{timing.engine} / {first}", 1 / self.ratio(timing)
+        return f"{first} / {timing.engine}", self.ratio(timing)
 
 
 def measure(

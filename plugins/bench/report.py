@@ -17,9 +17,9 @@ def text(result: Result) -> Iterator[str]:
     """Lines for people."""
     scenario, setting = result.scenario, result.setting
     yield f"{scenario.name}: {scenario.about} ({result.prompt_tokens} + {result.timings[0].output_tokens} tokens)"
+    kind = "" if result.forms else f"{setting['dtype']}, linear {setting['linear']}, "
     yield (
-        f"  {setting['model']}, {setting['dtype']}, linear {setting['linear']}, {setting['threads']} threads, "
-        f"load average {result.load[0]:.1f} before and {result.load[1]:.1f} after"
+        f"  {setting['model']}, {kind}{setting['threads']} threads, load average {result.load[0]:.1f} before and {result.load[1]:.1f} after"
     )
     for timing in result.timings:
         runs = f"{result.statistic} of {len(timing.seconds)} runs, {min(timing.seconds):.2f}-{max(timing.seconds):.2f} s"
@@ -27,7 +27,8 @@ def text(result: Result) -> Iterator[str]:
         yield f"  {timing.engine:<14}{timing.tokens_per_second(result.statistic):9.1f} tok/s   ({runs})   peak memory {memory}"
     for timing in result.timings[1:]:
         equal = f"{result.equal_tokens[timing.engine]} of {timing.output_tokens} tokens alike"
-        yield f"  modelrunner / {timing.engine}: {result.ratio(timing):.2f}x ({equal})"
+        who, ratio = result.comparison(timing)
+        yield f"  {who}: {ratio:.2f}x ({equal})"
 
 
 def closing(setting: Mapping[str, Any], process_peak: int) -> str:
@@ -37,7 +38,8 @@ def closing(setting: Mapping[str, Any], process_peak: int) -> str:
 
 
 def objects(result: Result) -> Iterator[dict[str, Any]]:
-    """One JSON object for each engine. Sizes in bytes, times in seconds; `ratio` is our throughput over this engine's."""
+    """One JSON object for each engine. Sizes in bytes, times in seconds; `ratio` is our throughput over this engine's, or, where all
+    engines are forms of ours, this one's over the first's."""
     for index, timing in enumerate(result.timings):
         line = {
             "scenario": result.scenario.name,
@@ -50,13 +52,13 @@ def objects(result: Result) -> Iterator[dict[str, Any]]:
             "output_tokens": timing.output_tokens,
             "peak_memory_bytes": timing.peak_memory,
             "load_average": list(result.load),
-            **result.setting,
+            **result.forms.get(timing.engine, result.setting),
         }
         yield line | comparison(result, timing) if index else line
 
 
 def comparison(result: Result, timing: Timing) -> dict[str, Any]:
-    return {"ratio": result.ratio(timing), "equal_tokens": result.equal_tokens[timing.engine]}
+    return {"ratio": result.comparison(timing)[1], "equal_tokens": result.equal_tokens[timing.engine]}
 
 
 def as_result(record: Mapping[str, Any]) -> Result:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from modelrunner.cli import Command
 from modelrunner.errors import SettingsError
 from modelrunner.plugins import trace
+from modelrunner.plugins.bench.forms import BASE, FORMS, forms
 from modelrunner.plugins.bench.models import MODELS
 from modelrunner.plugins.bench.scenarios import SCENARIOS, Scenario
 from modelrunner.plugins.bench.session import ABOUT, DRY_SCALE, Asked, model_settings
@@ -22,7 +25,7 @@ if TYPE_CHECKING:
     from modelrunner.plugins.bench.measure import Result
     from modelrunner.plugins.bench.memory import MemoryMeter
 
-COMPARED = ("transformers",)
+COMPARED = ("transformers", BASE)
 STATISTICS = ("median", "best")
 PLOTS = (".png", ".html", ".svg")
 REPEAT = 3
@@ -41,7 +44,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     named = f"; {', '.join(MODELS)}: that configuration with made-up weights" if MODELS else ""
     parser.add_argument("scenarios", metavar="SCENARIO", nargs="+", type=scenario, help=f"{about}. NAME@0.6 sets a temperature for one")
     parser.add_argument("--model", metavar="NAME", help=f"hub id, folder, or .gguf file{named}; default: the small model of `make demo`")
-    parser.add_argument("--compare", choices=COMPARED, help="run this engine on the same weights too, in turn with ours (cpu1, cpu32)")
+    parser.add_argument(
+        "--compare",
+        choices=COMPARED,
+        help=f"of cpu1 and cpu32: run transformers on the same weights, in turn with ours; or {BASE}: ours as {', '.join(FORMS)}, in turn",
+    )
     parser.add_argument("--repeat", type=count, metavar="N", help=f"runs of each engine, after one to warm up ({REPEAT})")
     parser.add_argument("--limit", type=float, default=120.0, metavar="S", help="repeat no scenario after so many seconds (%(default)s)")
     parser.add_argument("--statistic", choices=STATISTICS, default=STATISTICS[0], help="which of the runs counts (%(default)s)")
@@ -166,30 +173,49 @@ def measure_all(args: argparse.Namespace, manager: PluginManager, meter: MemoryM
     from modelrunner.plugins.bench.measure import measure
 
     scenarios = [SCENARIOS[name] for name in dict.fromkeys(one.name for one in args.scenarios) if name in SCENARIOS]
-    settings = sized(model_settings(args.model) | trace.traced(args.settings, args.trace), manager, scenarios)
-    with meter.at_work(OurEngine.name):
-        llm = LLM(plugins=args.plugins, **settings)
-    with llm:
-        engines: list[BenchEngine] = [OurEngine(llm)]
-        if args.compare:
+    given = sized(model_settings(args.model) | dict(args.settings), manager, scenarios)
+    all_forms = forms(given, origins(args.settings, manager)) if args.compare == BASE else {OurEngine.name: given}
+    with ExitStack() as stack:
+        engines: list[BenchEngine] = []
+        details = {}
+        for name, settings in all_forms.items():
+            traced = settings if engines else trace.traced(settings, args.trace)  # one file holds one engine's timeline
+            with meter.at_work(name):
+                llm = stack.enter_context(LLM(plugins=args.plugins, **traced))
+            engines.append(OurEngine(llm, name))
+            details[name] = describe(llm)
+        if args.compare == TransformersEngine.name:
             with meter.at_work(TransformersEngine.name):
                 engines.append(TransformersEngine(llm.card, llm.engine.runner.parts.dtype))
-        vocab_size, about = llm.engine.assembly.needs.vocab_size, describe(llm)
-        options = {"repeat": args.repeat, "statistic": args.statistic, "setting": about}
+        vocab_size = llm.engine.assembly.needs.vocab_size
         for scenario in scenarios:
-            yield measure(scenario, scenario.jobs(vocab_size, args.seed), engines, meter, **options)
+            result = measure(
+                scenario,
+                scenario.jobs(vocab_size, args.seed),
+                engines,
+                meter,
+                repeat=args.repeat,
+                statistic=args.statistic,
+                setting=details[engines[0].name],
+            )
+            yield replace(result, forms=details) if args.compare == BASE else result
+
+
+def origins(given: Mapping[str, Any], manager: PluginManager) -> Mapping[str, str]:
+    """The settings that are given anywhere, and where."""
+    from modelrunner.settings import merge_sections, setting_origins
+
+    return setting_origins(given, sections=merge_sections(manager.collect("settings_sections")))
 
 
 def sized(given: Mapping[str, Any], manager: PluginManager, scenarios: Sequence[Scenario]) -> dict[str, Any]:
     """`given` with what the user left open: room for the scenarios' requests and no more, and no tokenizer, which nobody needs."""
-    from modelrunner.settings import merge_sections, setting_origins
-
     ours = {
         "model.max_model_len": max(scenario.longest for scenario in scenarios),
         "scheduler.max_rows": max(scenario.requests for scenario in scenarios),
         "model.skip_tokenizer_init": True,
     }
-    decided = setting_origins(given, sections=merge_sections(manager.collect("settings_sections")))
+    decided = origins(given, manager)
     return {**given, **{name: value for name, value in ours.items() if name not in decided}}
 
 

@@ -56,6 +56,40 @@ def test_tokens_of_the_last_rows_of_many_logits() -> None:
         same_last(op("sampling", "sample")(logits, *columns)[0], op("sampling", "sample")(few, *last)[0])
 
 
+def test_edits_of_the_last_rows_of_many_logits() -> None:
+    """Allow list, bias, least length, bad word and penalties, each of one row and all of the last."""
+    logits, table = tall(16_500, 131_072), 8
+    rows, vocab = torch.arange(len(logits), dtype=torch.int32, device="cuda") % table, logits.shape[1]
+
+    def lines(values: torch.Tensor) -> torch.Tensor:
+        return values.to("cuda", torch.int32)
+
+    def seats(row: int) -> torch.Tensor:
+        return torch.where((torch.arange(table) % LAST == row) | (torch.arange(table) == LAST - 1), 0, -1).to("cuda", torch.int32)
+
+    fives = torch.full((table,), 5, dtype=torch.int32, device="cuda")
+    token_ids = lines(torch.arange(table * 8).view(table, 8))
+    token_ids[:, 4] = vocab - 3  # the output so far
+    masks = lines(torch.stack([torch.full((vocab // 32,), -2), torch.full((vocab // 32,), -1)]))
+    bias = torch.stack([torch.tensor([vocab - 1, -1]), torch.full((2,), -1)])
+    values = torch.tensor([[1.5, 0.0], [0.0, 0.0]]).view(torch.int32)
+    counts = lines(torch.zeros(2, vocab))
+    counts[0, -7:] = 5
+    factors = [torch.full((table,), value, device="cuda") for value in (1.3, 0.5, 0.25)]
+    edits = (
+        (seats(0), masks),
+        (seats(1), torch.cat([lines(bias), values.cuda()], 1)),
+        (seats(1), lines(torch.tensor([[vocab - 2], [-1]])), fives + 4),
+        (seats(2), lines(torch.tensor([[[vocab - 3, vocab - 5]], [[-1, -1]]]))),
+        (seats(2), counts, *factors),
+    )
+    common = (fives, fives - 1, token_ids, *edits)
+    got = op("logits", "edit_logits")(logits, rows, *common)
+    alone = op("logits", "edit_logits")(logits[-LAST:].clone(), rows[-LAST:].clone(), *common)
+    assert (alone != logits[-LAST:].float()).any(1).all()
+    same_last(got, alone)
+
+
 @pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm", "silu_mul", "gelu_tanh_mul", "embedding", "apply_rope"])
 def test_the_last_rows_of_layers(name: str) -> None:
     x = tall(TOKENS, HEADS * DIM)

@@ -277,6 +277,14 @@ class Greedy(CpuDevice):
         return self.memory()[1] * 2
 
 
+class CountsNothing(CpuDevice):
+    measures = True
+
+    def peak(self, work):
+        work()
+        return 0
+
+
 class ReadsLate(DeferredCpuDevice):
     """Runs work only when the next work comes."""
 
@@ -294,6 +302,7 @@ BROKEN_DEVICES = {
     CopiesTooMuch: ("test_a_download_fills_the_start_of_its_buffer", "bytes past the source"),
     DoesNotWait: ("test_synchronize_waits_for_everything", "has not happened"),
     Greedy: ("test_memory", "cache_budget"),
+    CountsNothing: ("test_peak", "peak is 0 bytes"),
     ReadsLate: ("test_work_reads_pinned_memory_as_it_was_left", "work read a pinned buffer"),
 }
 

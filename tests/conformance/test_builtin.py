@@ -10,7 +10,9 @@ import torch
 from modelrunner.devices.cpu import CpuDevice
 from modelrunner.devices.cuda import CudaDevice
 from modelrunner.devices.deferred import DeferredCpuDevice
+from modelrunner.kernels.linear import fbgemm
 from modelrunner.linear import Int8Scheme, PlainScheme
+from modelrunner.packed_scheme import PackedHalfScheme, PackedInt8Scheme
 from modelrunner.testing.conformance import DeviceConformance, LinearSchemeConformance
 
 
@@ -21,6 +23,27 @@ class TestPlain(LinearSchemeConformance):
 
 class TestInt8(LinearSchemeConformance):
     scheme = Int8Scheme
+    error = 0.02
+
+
+needs_fbgemm = pytest.mark.skipif(fbgemm.problem() is not None, reason=str(fbgemm.problem()))
+
+
+@needs_fbgemm
+class TestPackedBfloat16(LinearSchemeConformance):
+    scheme = PackedHalfScheme
+    dtypes = (torch.bfloat16,)
+
+
+@needs_fbgemm
+class TestPackedFloat16(LinearSchemeConformance):
+    scheme = PackedHalfScheme
+    dtypes = (torch.float16,)
+
+
+@needs_fbgemm
+class TestPackedInt8(LinearSchemeConformance):
+    scheme = PackedInt8Scheme
     error = 0.02
 
 

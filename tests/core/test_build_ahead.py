@@ -34,11 +34,13 @@ class BuilderPlugin:
 
 
 def test_everything_that_start_up_runs_is_built_before() -> None:
-    settings = {"model": {"name": str(tiny_dense())}, "graphs": {"bucket_rows": (1, 2, 4)}} | options(device="builder", rows=4)
+    settings = {"model": {"name": str(tiny_dense())}, "graphs": {"bucket_rows": (1, 2, 4), "bucket_tokens": (16, 64)}} | options(
+        device="builder", rows=4
+    )
     driver = Driver(Engine(settings, plugins=[ByteTokenizerPlugin(), BuilderPlugin()]))
     device = driver.engine.assembly.device
     assert isinstance(device, Builder)
-    assert device.built == 3 + 2 + 6  # tails that the warm-up tries; prompts; numbers of rows by kinds of tail
+    assert device.built == 4 + 3 + 6 + 2  # tails that the warm-up tries; prompts; numbers of rows by kinds of tail, bodies
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     for k in range(5):
         driver.add(str(k), P(3 + 9 * k, k), params)

@@ -55,7 +55,7 @@ def test_int8_equals_its_dequantised_weights(dtype, inner, outer, rows):
 
 
 def test_int8_rounds_to_half_a_step(monkeypatch):
-    monkeypatch.setattr(Int8Scheme, "BLOCK", 7 * 50)  # several blocks, the last one short
+    monkeypatch.setattr("modelrunner.linear.QUANTISED_AT_ONCE", 7 * 50)  # several blocks, the last one short
     layer = factory(Int8Scheme)(50, (10, 20))
     parts = [torch.randn(10, 50), torch.randn(20, 50) * 1e-3]
     for part, weight in enumerate(parts):

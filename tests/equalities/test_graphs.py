@@ -15,7 +15,7 @@ import torch
 
 from modelrunner import Engine, SamplingParams, Tap, hookimpl
 from modelrunner.batch import Batch, Feature, Plan
-from modelrunner.graphs import Key, decode_buckets
+from modelrunner.graphs import Key, decode_buckets, token_buckets
 from modelrunner.step_buffers import Shape
 from modelrunner.testing import ByteTokenizerPlugin, Driver, EngineProbe, P, assert_same, dense, options, ref, tiny_dense
 
@@ -66,7 +66,30 @@ def test_graphs_change_no_token(depth: int) -> None:
         assert_same(dense(), prompt, params, driver.result(str(k)))
     probe.assert_clean()
     assert len(counts) > 3, "few shapes were met"
-    assert {key.features for key in counts} == {Feature.GREEDY, Feature.PLAIN, Feature.PLAIN | Feature.FILTERED}
+    for part in ("step", "tail"):
+        kinds = {key.features for key in counts if key.part == part}
+        assert kinds == {Feature.GREEDY, Feature.PLAIN, Feature.PLAIN | Feature.FILTERED}, part
+    assert {key.size for key in counts if key.part == "body"} >= {16, 32}
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+@pytest.mark.parametrize("tokens", [(8, 24), (33,)])
+def test_one_body_serves_all_mixtures(depth: int, tokens: tuple[int, ...]) -> None:
+    """No decode rows, some, chunks of one token, rows that end in flight, steps too large for any body: few shapes, each seen often."""
+    driver = start(depth, bucket_tokens=tokens)
+    counts, probe = count_runs(driver), EngineProbe(driver)
+    probe.poison_freed_pages()
+    requests = [(P(1 + 13 * k % 60, k), SamplingParams(temperature=0, max_tokens=1 + 5 * k % 9, ignore_eos=True)) for k in range(16)]
+    for k, (prompt, params) in enumerate(requests):
+        driver.add(str(k), prompt, params)
+        driver.step()
+    driver.finish()
+    for k, (prompt, params) in enumerate(requests):
+        assert_same(dense(), prompt, params, driver.result(str(k)))
+    probe.assert_clean()
+    bodies = Counter({key.size: count for key, count in counts.items() if key.part == "body"})
+    assert bodies.keys() == set(tokens)
+    assert bodies.total() >= 4, "bodies must be run again with other rows"
 
 
 class Nudge(Tap):
@@ -168,7 +191,8 @@ def test_after_a_failed_launch_the_rows_are_sent_again(captures: bool, monkeypat
 
 def test_start_up_captures_and_tells() -> None:
     graphs = start(2, rows=20).engine.assembly.resolved.graphs
-    assert graphs.startswith(f"{2 * len(decode_buckets(20))} captured in ")
+    assert graphs.startswith(f"{2 * len(decode_buckets(20))} decode steps and 3 bodies of mixed steps captured in ")
+    assert " decode steps and 0 bodies of" in start(2, rows=20, max_tokens=0).engine.assembly.resolved.graphs
     assert start(2, eager=True).engine.assembly.resolved.graphs == "none: graphs.eager is set"
     assert dense().engine().assembly.resolved.graphs == "none: device 'cpu' captures no graphs"
 
@@ -192,6 +216,15 @@ def test_graphs_are_made_again_after_a_sleep() -> None:
     driver.finish()
     assert driver.engine.runner.graphs._replays
     assert_same(dense(), P(9, 1), GREEDY, driver.result("a"))
+
+
+@pytest.mark.parametrize("max_tokens", [1, 16, 33, 512, 2048, 8192])
+def test_token_buckets_rise_to_the_most_tokens(max_tokens: int) -> None:
+    sizes = token_buckets(max_tokens)
+    assert list(sizes) == sorted(set(sizes))
+    assert sizes[-1] == max_tokens
+    assert all(after <= max(1.5 * before, before + 16) for before, after in itertools.pairwise(sizes))
+    assert not token_buckets(0)
 
 
 @pytest.mark.parametrize("max_rows", [1, 2, 3, 7, 8, 20, 64, 100, 256, 1000, 1024])

@@ -63,6 +63,7 @@ class Schedule:
     pages: int
     rows: int
     tokens: int
+    mixed_tokens: int
     device_seed: int
     preempt: tuple[tuple[int, int], ...]
 
@@ -87,8 +88,9 @@ def schedules(draw: st.DrawFn) -> Schedule:
         wishes=tuple(draw(st.lists(wishes, min_size=3, max_size=7))),
         page_size=page_size,
         pages=draw(st.integers(least, 2 * least)),
-        rows=draw(st.integers(2, 5)),
+        rows=draw(st.integers(2, 6)),
         tokens=draw(st.integers(5, 96)),
+        mixed_tokens=draw(st.sampled_from([512, 512, 3, 11])),
         device_seed=draw(st.integers(0, 2**16)),
         preempt=tuple(draw(st.lists(st.tuples(st.integers(2, 20), st.integers(0, 4)), min_size=1, max_size=4))),
     )
@@ -114,6 +116,7 @@ def run(
         pages=schedule.pages,
         page_size=schedule.page_size,
         tokens=max(tokens, schedule.rows),
+        mixed_tokens=schedule.mixed_tokens,
         chunked=chunked,
         prefix=prefix,
         device="deferred_cpu",

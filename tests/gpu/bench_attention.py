@@ -23,7 +23,8 @@ import torch  # noqa: E402
 
 from modelrunner.kernels import attention as reference  # noqa: E402
 from modelrunner.kernels.attention import gpu, work_list  # noqa: E402
-from modelrunner.kernels.attention.work_list import DecodeConfig, PrefillConfig  # noqa: E402
+from modelrunner.kernels.attention.prefill_list import PrefillConfig, choose_gathered  # noqa: E402
+from modelrunner.kernels.attention.work_list import DecodeConfig  # noqa: E402
 
 HEADS, KV_HEADS, DIM, PAGE = (4, 2, 16, 4) if DRY else (16, 8, 128, 16)
 DTYPE = torch.float32 if DRY else torch.bfloat16
@@ -42,7 +43,14 @@ DECODE = {
 CHUNKS = (64, 128, 256, 512, 1024)
 # block_keys, warps, stages, programs per multiprocessor
 DECODE_KERNELS = [(64, 4, 1, 2), (64, 4, 3, 2), (64, 4, 4, 2), (32, 4, 4, 3), (32, 4, 6, 3), (32, 2, 4, 4), (64, 8, 4, 2), (128, 8, 3, 1)]
-PREFILL = {"2x8192": [(0, 8192)] * 2, "8192+8192": [(8192, 8192)], "16x1024": [(0, 1024)] * 16, "512x32": [(0, 32)] * 512}
+PREFILL = {
+    "2x8192": [(0, 8192)] * 2,
+    "8192+8192": [(8192, 8192)],
+    "2048+0": [(0, 2048)],
+    "2048+6144": [(6144, 2048)],
+    "16x1024": [(0, 1024)] * 16,
+    "512x32": [(0, 32)] * 512,
+}
 PREFILL_KERNELS = [
     (128, 64, 8, 2, 1),
     (128, 64, 8, 3, 1),
@@ -53,6 +61,13 @@ PREFILL_KERNELS = [
     (64, 64, 4, 3, 2),
     (64, 128, 4, 2, 1),
     (128, 32, 4, 3, 2),
+    (128, 64, 8, 2, 1, True),
+    (128, 64, 8, 3, 1, True),
+    (128, 64, 8, 4, 1, True),
+    (128, 32, 8, 4, 1, True),
+    (64, 64, 4, 2, 2, True),
+    (64, 64, 4, 3, 2, True),
+    (128, 64, 4, 2, 2, True),
 ]
 
 
@@ -68,6 +83,8 @@ class Step:
     def work(self, decode: DecodeConfig | None = None, prefill: PrefillConfig | None = None) -> work_list.AttentionWork:
         a, n = self.arguments, self.limits
         limits = (n["num_decode"], n["decode_query"], n["max_seq_len"], n["window"])
+        bounds = (self.q.shape[1], a["query_len"].shape[0] - n["num_decode"], n["max_query"], n["max_seq_len"], n["window"])
+        prefill = prefill or choose_gathered(self.caches[0], *bounds, self.q.dtype)
         rows = (a["block_table"], a["query_start"], a["query_len"], a["seq_len"], a["slots"])
         return work_list.build_work(self.caches[0], *rows, self.q.shape[1], limits, self.q.dtype, decode, prefill)
 
@@ -193,7 +210,7 @@ def bench_decode(shapes: list[str], quick: bool) -> None:
             for chunk in CHUNKS:
                 if chunk < block or (stages == 1) != (chunk == block) or (rows > 16 and chunk < 256 and stages != 1):
                     continue
-                us = attention_us(step, step.work(decode=DecodeConfig(chunk, block, warps, stages, programs)))
+                us = attention_us(step, step.work(decode=DecodeConfig(chunk, block, warps, stages, programs, hold=stages == 1)))
                 cells.append(f"{chunk}: {us:.2f} ({floor / us:.0%})")
             if cells:
                 print(f"    block {block} warps {warps} stages {stages} programs {programs}  chunk " + "  ".join(cells), flush=True)
@@ -245,7 +262,7 @@ def sdpa_us(rows: list[tuple[int, int]]) -> float:
 
 
 def bench_prefill(shapes: list[str], quick: bool) -> None:
-    kernels = PREFILL_KERNELS[:2] if DRY or quick else PREFILL_KERNELS
+    kernels = [PREFILL_KERNELS[0], PREFILL_KERNELS[-1]] if DRY or quick else PREFILL_KERNELS
     for name in shapes:
         rows = PREFILL[name] if not DRY else [(8, 20), (0, 9)]
         step, flops = make_step(rows, 2), prefill_flops(rows)
@@ -261,7 +278,7 @@ def bench_prefill(shapes: list[str], quick: bool) -> None:
             except Exception as error:
                 print(f"    {shape}: {type(error).__name__} {str(error)[:80]}")
                 continue
-            names = "queries {} keys {} warps {} stages {} programs {}".format(*shape)
+            names = "queries {} keys {} warps {} stages {} programs {} gathered {}".format(*shape, *([False] if len(shape) == 5 else []))
             print(f"    {names}: {us:.1f} us = {flops / us / 1e6:.0f} TFLOP/s", flush=True)
 
 
@@ -270,7 +287,7 @@ def compile_one(shape: tuple[int, ...]) -> None:
     if len(shape) == 4:
         step = make_step([(300, 1)] * 2, 1, num_decode=2)
         chunk = shape[0] if shape[2] == 1 else 2 * shape[0]
-        work = step.work(decode=DecodeConfig(chunk, *shape))
+        work = step.work(decode=DecodeConfig(chunk, *shape, hold=shape[2] == 1))
     else:
         step = make_step([(300, 20)], 1)
         work = step.work(prefill=PrefillConfig(*shape))

@@ -1,8 +1,8 @@
 """Checks and times the matrix products of a decode step, sweeping their tiles: `python3 -P tests/gpu/bench_products.py`.
 
-Times are microseconds a launch in a CUDA graph over the weights of all layers, so that the second-level cache does not help; `chain` is the
-dependent chain of a whole step without attention and head. `--dry` runs it once, tiny, in the interpreter. Results also go to
-$OUT/products.json.
+What counts is the dependent chain of a whole step, without attention and head, in a CUDA graph over the weights of all layers: a product's
+tiles also decide how early the next one's weights arrive. So one product's tiles are changed at a time, and what makes the chain fastest
+stays. The head is timed alone. `--dry` runs it once, tiny, in the interpreter. Results also go to $OUT/products.json.
 """
 
 from __future__ import annotations
@@ -82,56 +82,48 @@ MODELS = {
     "dry": model("dry", 2, 1, 64, 64, 96, 96, 128),
 }
 # bn, bk, warps
-GEMVS = [(bn, bk, warps) for bk, warps in ((256, 1), (512, 2), (1024, 4), (2048, 8)) for bn in (1, 2, 4, 8)]
-# bn, bk, split, warps, stages (1: all weights held)
+GEMVS = [(bn, bk, warps) for bk, warps in ((256, 1), (512, 1), (512, 2), (1024, 2), (1024, 4), (2048, 4)) for bn in (1, 2, 4, 8)]
+# bn, bk, warps, stages (1: all weights held), fewest rows
 TILES = [
-    (16, 256, 1, 4, 4), (16, 128, 1, 4, 1),
-    (32, 128, 1, 4, 4), (32, 128, 1, 4, 1), (32, 128, 2, 4, 4), (32, 128, 2, 4, 1), (32, 128, 4, 4, 1),
-    (64, 128, 1, 4, 4), (64, 64, 1, 4, 6), (64, 128, 1, 4, 1), (64, 128, 2, 4, 4), (64, 128, 2, 4, 1), (64, 128, 4, 4, 1),
-    (64, 64, 4, 4, 1), (64, 128, 4, 4, 3), (64, 128, 8, 4, 1), (64, 64, 8, 4, 1), (64, 128, 8, 4, 3),
-    (128, 64, 1, 4, 4), (128, 64, 1, 8, 5), (128, 128, 1, 8, 3), (128, 64, 4, 8, 3), (128, 64, 4, 8, 1), (128, 128, 8, 8, 1),
+    (64, 128, 4, 1, 1), (64, 256, 4, 1, 1), (128, 128, 8, 1, 1), (64, 128, 4, 3, 33), (64, 64, 4, 6, 33), (128, 64, 8, 4, 65),
+    (32, 128, 4, 4, 65),
 ]  # fmt: skip
-# bn, bk, slices, stages
-SLICES = [
-    (8, 128, 8, 1), (8, 64, 8, 1), (16, 128, 8, 1), (16, 64, 8, 1), (32, 128, 8, 1), (8, 128, 4, 1), (16, 128, 4, 1), (8, 256, 4, 1),
-    (8, 256, 8, 1), (8, 128, 4, 4), (8, 128, 8, 3), (16, 128, 4, 3), (16, 64, 8, 4), (32, 64, 8, 3),
-]  # fmt: skip
+SPLITS = (1, 2, 4, 6, 8, 12)
 
 
 def fits(config: Tiles, product: Product, rows: int) -> bool:
-    """In shared memory and registers, with enough programs."""
+    """In shared memory and registers, with neither too few nor too many programs."""
     parts, norm = (2 if product.kind == "gated" else 1), product.kind in ("norm", "gated")
-    length = product.inner // config.split
     programs = product.outputs // config.bn * config.split * -(-rows // config.bt)
-    if length % (config.bk * config.slices) or not 60 <= programs <= (3000 if product.name == "head" else 1024):
+    if product.inner % (config.bk * config.split) or not 60 <= programs <= 300:
         return False
+    length = product.inner // config.split
     if config.stages == 1:
         held = 2 * config.bn * parts * length
-        return length // (config.bk * config.slices) <= 8 and held <= 320 * 32 * config.warps and held <= 132_000
-    return 2 * config.stages * config.bk * config.slices * (config.bn * parts + config.bt * (1 + norm)) <= 225_000
+        return length // config.bk <= 8 and held <= 132_000 and 2 * (config.bn * parts + config.bt) * length < 200_000
+    return length >= 2 * config.bk and 2 * config.stages * config.bk * (config.bn * parts + config.bt * (1 + norm)) <= 200_000
 
 
 def candidates(product: Product, rows: int) -> Iterator[Gemv | Tiles]:
     """Configurations worth a try."""
-    parts = 2 if product.kind == "gated" else 1
-    if rows <= 8:
+    if rows <= 4:
         for bn, bk, warps in GEMVS:
-            registers = parts * bn * product.inner / (warps * 64)
-            if bk <= max(256, product.inner) and 8 <= registers <= (128 if rows <= 2 else 64) and product.outputs // bn >= 128:
+            registers = product.weight_shape[0] // product.outputs * bn * product.inner / (warps * 64)
+            if bk <= product.inner and 24 <= registers <= 128 and 128 <= product.outputs // bn <= 1100:
                 yield Gemv(bn, bk, warps)
-    if rows >= 2:
-        bt = min(64, max(16, 1 << (rows - 1).bit_length()))
-        tiles = [Tiles(bt, bn, bk, split, warps, stages) for bn, bk, split, warps, stages in TILES]
-        tiles += [Tiles(bt, bn, bk, 1, slices, stages, slices=slices) for bn, bk, slices, stages in SLICES if bt <= 32]
-        yield from (config for config in tiles if fits(config, product, rows))
+        return
+    for bt in {min(top, max(16, 1 << (rows - 1).bit_length())) for top in (32, 64)}:
+        for bn, bk, warps, stages, least in TILES:
+            tiles = [Tiles(bt, bn, bk, split, warps, stages) for split in SPLITS if rows >= least]
+            yield from (config for config in tiles if fits(config, product, rows))
 
 
-def variants(config: Gemv | Tiles, product: Product) -> list[Gemv | Tiles]:
+def variants(config: Config, product: Product) -> list[Gemv | Tiles]:
     """Of the best: the norm apart, no early fetch."""
-    if isinstance(config, Gemv):
+    if not isinstance(config, Tiles):
         return []
     apart = [replace(config, fused_norm=False)] if product.kind in ("norm", "gated") else []
-    return [*apart, *([replace(config, warm=False)] if config.stages > 1 else [])]
+    return [*apart, *([replace(config, warm=not config.warm)] if config.stages > 1 else [])]
 
 
 def default(product: Product, rows: int) -> Config:
@@ -276,84 +268,108 @@ def short(config: Config) -> str:
     if isinstance(config, Gemv):
         return f"gemv {config.bn}x{config.bk} w{config.warps}"
     marks = ("" if config.fused_norm else " norm apart") + ("" if config.warm else " cold")
-    cut = f"slice {config.bn}x{config.bk}*{config.slices}" if config.slices > 1 else f"tile {config.bn}x{config.bk}/{config.split}"
-    return f"{cut} t{config.bt} w{config.warps} s{config.stages}{marks}"
+    return f"tile {config.bn}x{config.bk}/{config.split} t{config.bt} w{config.warps} s{config.stages}{marks}"
 
 
 Found = dict[Config, float]  # microseconds
 
 
-def measure(bench: Bench, p: Product, rows: int, configs: list[Config]) -> Found:
-    """The wrong ones are told and left out."""
-    found: Found = {}
+def right(bench: Bench, p: Product, rows: int, configs: list[Config]) -> list[Config]:
+    """Those of `configs` that run and compute the product; the others are told."""
+    found = []
     for config in dict.fromkeys(configs):
         try:
             error = bench.error(p, rows, config)
-            if error < (1e-4 if DRY else 1e-2):
-                found[config] = bench.time(p, rows, config)
-            else:
-                print(f"WRONG: {p.name} rows {rows} {short(config)}: relative error {error:.1e}")
-        except Exception as error:
-            print(f"fails: {p.name} rows {rows} {short(config)}: {type(error).__name__}: {str(error)[:160]}")
+        except Exception as failure:
+            print(f"fails: {p.name} rows {rows} {short(config)}: {type(failure).__name__}: {str(failure)[:160]}", flush=True)
+            continue
+        if error < (1e-4 if DRY else 1e-2):
+            found.append(config)
+        else:
+            print(f"WRONG: {p.name} rows {rows} {short(config)}: relative error {error:.1e}", flush=True)
     return found
 
 
-def report(bench: Bench, rows: int, found: dict[str, Found]) -> list[dict[str, object]]:
-    """Prints the four best of each product, and the chain."""
+def descend(bench: Bench, rows: int, todo: dict[str, list[Config]], end: float) -> tuple[dict[str, Config], dict[str, Found]]:
+    """Change one product's tiles at a time, twice around, keeping what makes the chain fastest. `end`: of the clock; then stop.
+
+    Returns the best tiles, and for each product the chain's time with each of its tiles, the others being the best so far.
+    """
+    products = bench.model.products[:4]
+    best: dict[str, Config] = {p.name: default(p, rows) for p in products}
+    least = bench.chain(rows, best)[0]
+    found: dict[str, Found] = {}
+    for turn in range(2):
+        for p in products:
+            seen = {best[p.name]: least} if turn == 0 else {best[p.name]: bench.chain(rows, best)[0]}
+            again = sorted(found[p.name], key=found[p.name].__getitem__)[:4] if turn else todo[p.name]
+            for config in again:
+                if config not in seen and time.time() < end:
+                    seen[config] = bench.chain(rows, best | {p.name: config})[0]
+            for config in variants(min(seen, key=seen.__getitem__), p) if turn else []:
+                if config not in seen and time.time() < end and right(bench, p, rows, [config]):
+                    seen[config] = bench.chain(rows, best | {p.name: config})[0]
+            found[p.name] = found.get(p.name, {}) | seen
+            best[p.name] = min(seen, key=seen.__getitem__)
+            least = seen[best[p.name]]
+    return best, found
+
+
+def report(bench: Bench, rows: int, best: dict[str, Config], found: dict[str, Found]) -> list[dict[str, object]]:
+    """Prints the chain of the vendor's library, of what ships and of the best found, and each product's six best."""
+    products, name = bench.model.products[:4], bench.model.name
     records: list[dict[str, object]] = []
-    name, best = bench.model.name, dict[str, Config]()
-    for p in bench.model.products:
-        seen = sorted(found[p.name].items(), key=lambda pair: pair[1])
-        best[p.name] = seen[0][0] if seen else None
-        library, mine = (found[p.name].get(c, float("nan")) for c in (None, default(p, rows)))
-        others = " | ".join(f"{t:.2f} {short(c)}" for c, t in seen[:4])
-        print(f"{name} {rows:4} {p.name:8} {p.floor:7.2f} {library:7.2f} {mine:7.2f} | {others}", flush=True)
-        records += [{"model": name, "rows": rows, "product": p.name, "us": t, "config": short(c)} for c, t in seen]
     none: dict[str, Config] = dict.fromkeys(best)
-    shipped = {p.name: default(p, rows) for p in bench.model.products}
+    shipped = {p.name: default(p, rows) for p in products}
     (library, want), (ours, got), (swept, other) = (bench.chain(rows, c) for c in (none, shipped, best))
     far = max(((out - want).norm() / want.norm()).item() for out in (got, other))
-    floor = sum(p.floor for p in bench.model.products[:4]) * bench.model.layers * bench.model.scale
-    times = f"floor {floor:.0f}, cuBLAS {library:.0f}, default {ours:.0f}, best singles {swept:.0f}"
+    floor = sum(p.floor for p in products) * bench.model.layers * bench.model.scale
+    times = f"floor {floor:.0f}, cuBLAS {library:.0f}, default {ours:.0f}, best {swept:.0f}"
     print(f"{name} {rows:4} chain: {times}; relative difference {far:.1e}{'' if far < 3e-2 else ' WRONG'}", flush=True)
+    for p in products:
+        seen = sorted(found.get(p.name, {}).items(), key=lambda pair: pair[1])
+        listed = " | ".join(f"{t:.0f} {short(c)}" for c, t in seen[:6])
+        print(f"{name} {rows:4} {p.name:8} default {short(shipped[p.name])} | {listed}", flush=True)
+        records += [{"model": name, "rows": rows, "product": p.name, "us": t, "config": short(c)} for c, t in seen]
     records.append({"model": name, "rows": rows, "product": "chain", "us": [library, ours, swept]})
     return records
 
 
-def sweep(bench: Bench, many: list[int], full: bool, processes: int) -> list[dict[str, object]]:
-    """All candidates, then variants of the best, each set compiled beforehand by many processes."""
-    products, name = bench.model.products, bench.model.name
-    found: dict[tuple[int, str], Found] = {(rows, p.name): {} for rows in many for p in products}
-    more: dict[tuple[int, str], list[Config]] = {
-        (rows, p.name): [None, default(p, rows), *(candidates(p, rows) if full else ())] for rows in many for p in products
+def sweep(bench: Bench, many: list[int], options: argparse.Namespace, end: float) -> list[dict[str, object]]:
+    """All candidates, compiled beforehand by many processes, then one descent for each number of rows."""
+    products, name = bench.model.products[:4], bench.model.name
+    begun, swept = time.time(), [rows for rows in many if str(rows) in options.sweep.split(",") or options.sweep == "all" or DRY]
+    todo = {
+        rows: {p.name: list(dict.fromkeys([default(p, rows), *(candidates(p, rows) if rows in swept else ())])) for p in products}
+        for rows in many
     }
-    for _ in range(2 if full else 1):
-        begun = time.time()
-        # A tile kernel is compiled once for all numbers of rows, a GEMV for each.
-        jobs = {
-            (product, c, rows if isinstance(c, Gemv) else 0): (name, product, rows, c)
-            for (rows, product), configs in more.items()
-            for c in configs
-            if c is not None
-        }
-        if not DRY:
-            compile_all(list(jobs.values()), processes)
-        print(f"{name}: {len(jobs)} jobs compiled in {time.time() - begun:.0f} s", flush=True)
-        for rows in many:
-            for p in products:
-                seen = found[rows, p.name]
-                seen |= measure(bench, p, rows, more[rows, p.name])
-                ours = [c for c in seen if c is not None]
-                more[rows, p.name] = [v for v in variants(min(ours, key=seen.__getitem__), p) if v not in seen] if ours else []
-    return [record for rows in many for record in report(bench, rows, {p.name: found[rows, p.name] for p in products})]
+    # A tile kernel is compiled once for all numbers of rows, a GEMV for each.
+    jobs = {
+        (product, c, rows if isinstance(c, Gemv) else 0): (name, product, rows, c)
+        for rows, configs in todo.items()
+        for product, those in configs.items()
+        for c in those
+        if c is not None
+    }
+    if not DRY:
+        compile_all(list(jobs.values()), options.processes)
+    print(f"{name}: {len(jobs)} jobs compiled in {time.time() - begun:.0f} s", flush=True)
+    records = []
+    for place, rows in enumerate(many):
+        share = time.time() + max(0, end - time.time()) / max(1, sum(r in swept for r in many[place:]))
+        configs = {p.name: right(bench, p, rows, todo[rows][p.name]) for p in products}
+        best, found = descend(bench, rows, configs, share) if rows in swept else ({p.name: default(p, rows) for p in products}, {})
+        records += report(bench, rows, best, found)
+    return records
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--rows", default="1,2,4,8,16,32,64,128", help="of Qwen3-0.6B")
+    parser.add_argument("--rows", default="1,8,32,64,128", help="of Qwen3-0.6B")
     parser.add_argument("--large-rows", default="1,32", help="of Qwen3-8B; none: leave it out")
-    parser.add_argument("--quick", action="store_true", help="no sweep: the shipped configurations alone")
+    parser.add_argument("--sweep", default="all", help="for which of these rows; none: the shipped configurations alone")
     parser.add_argument("--processes", type=int, default=14)
+    parser.add_argument("--seconds", type=float, default=240, help="when the sweep of a model ends")
     parser.add_argument("--dry", action="store_true")
     options = parser.parse_args()
     plans = {"0.6b": options.rows, "8b": options.large_rows}
@@ -361,11 +377,15 @@ def main() -> None:
     if DRY:
         todo = {"dry": [1, 16]}
     begun = time.time()
-    print("model rows product    floor  cuBLAS default | best", flush=True)
     records: list[dict[str, object]] = []
     for name, many in todo.items():
         if many:
-            records += sweep(Bench(MODELS[name]), many, not options.quick and not DRY, options.processes)
+            bench = Bench(MODELS[name])
+            records += sweep(bench, many, options, time.time() + options.seconds)
+            for rows in many:
+                head, config = bench.model.products[4], default(bench.model.products[4], rows)
+                if right(bench, head, rows, [config]):
+                    print(f"{name} {rows:4} head: floor {head.floor:.1f}, {short(config)} {bench.time(head, rows, config):.1f}", flush=True)
     if folder := os.environ.get("OUT"):
         (Path(folder) / "products.json").write_text(json.dumps(records))
     print(f"{time.time() - begun:.0f} s")

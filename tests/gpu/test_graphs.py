@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from modelrunner import Engine, OutputKind, SamplingParams
+from modelrunner.graphs import Key
 from modelrunner.testing import ByteTokenizerPlugin, Driver, EngineProbe, P, options, tiny_dense
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
@@ -16,11 +18,13 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=0.8, seed=3, max_tokens=40, ignore_eos=True)
 FILTERED = SamplingParams(temperature=0.8, top_k=30, top_p=0.9, seed=4, max_tokens=40, ignore_eos=True)
+SHORT = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, output_kind=OutputKind.FINAL_ONLY)
 WAITS = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaMalloc", "cudaFree", "cudaHostAlloc", "cuModuleLoad", "cudaMemcpy")
 
 
 def start(dtype: str = "bfloat16", eager: bool = False, **short: Any) -> Driver:
-    settings = options(device="cuda", **short) | {"graphs": {"eager": eager, "bucket_rows": (1, 2, 4, 8, 16)}}
+    buckets = {"bucket_rows": (1, 2, 4, 8, 16), "bucket_tokens": (16, 32, 64, 512)}
+    settings = options(device="cuda", **short) | {"graphs": {"eager": eager} | buckets}
     return Driver(Engine({"model": {"name": str(tiny_dense()), "dtype": dtype}} | settings, plugins=[ByteTokenizerPlugin()]))
 
 
@@ -44,6 +48,32 @@ def test_a_graph_is_its_eager_step_and_depth_changes_nothing(dtype: str, params:
     assert tokens(start(dtype, depth=3), params) == want
 
 
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED, FILTERED], ids=["greedy", "sampled", "filtered"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_a_mixed_graph_is_its_eager_step(dtype: str, params: SamplingParams) -> None:
+    """Prompts in chunks beside rows that decode: body and tail as graphs give the bits of the eager step, at every depth."""
+    graphs = start(dtype, depth=2, tokens=48)
+    runs = count_runs(graphs)
+    want = tokens(start(dtype, eager=True, depth=1, tokens=48), params)
+    assert tokens(graphs, params) == want
+    assert tokens(start(dtype, depth=3, tokens=48), params) == want
+    assert runs["body"] == runs["tail"] >= 5
+    assert runs["step"] > 20
+
+
+def count_runs(driver: Driver) -> Counter[str]:
+    """Counts the graphs that run, by part of a step."""
+    graphs, counts = driver.engine.runner.graphs, Counter[str]()
+    run = graphs.run
+
+    def counted(key: Key) -> None:
+        counts[key.part] += 1
+        run(key)
+
+    graphs.run = counted  # type: ignore[method-assign]
+    return counts
+
+
 @pytest.fixture
 def steady() -> Iterator[Driver]:
     """An engine with requests that decode, all graphs in use."""
@@ -58,15 +88,37 @@ def steady() -> Iterator[Driver]:
 
 
 def test_two_hundred_steps_wait_for_nothing_but_their_events(steady: Driver) -> None:
+    assert_no_wait(steady, lambda step: None, launches=200)
+
+
+def test_steps_with_prompts_wait_for_nothing_either() -> None:
+    """Two prompts come in each third step and are soon answered; by then every shape has been met twice, so all of it is captured."""
+    driver = start(depth=2, rows=16)
+    driver.add("long", P(4, 1), SamplingParams(temperature=0, max_tokens=250, ignore_eos=True, output_kind=OutputKind.FINAL_ONLY))
+
+    def arrive(step: int) -> None:
+        for k in (0, 1) if step % 3 == 0 else ():
+            driver.engine.add_request(f"{driver.steps}-{step}-{k}", {"prompt_token_ids": P(20 + k, step % 7)}, SHORT)
+
+    for step in range(60):
+        arrive(step)
+        driver.engine.step()
+    driver.steps = 1  # names the requests of the second round
+    assert_no_wait(driver, arrive, launches=190, steps=120)
+
+
+def assert_no_wait(driver: Driver, before: Callable[[int], None], launches: int, steps: int = 200) -> None:
+    """Run steps, each after `before`; none may wait, allocate or load a module, and so many graphs must be launched."""
     from torch.profiler import ProfilerActivity, profile
 
     torch.cuda.set_sync_debug_mode("error")
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
-        for _ in range(200):
-            steady.engine.step()
+        for step in range(steps):
+            before(step)
+            driver.engine.step()
         torch.cuda.set_sync_debug_mode("default")
     calls = {event.key: event.count for event in trace.key_averages()}
-    assert calls.get("cudaGraphLaunch", 0) >= 200, calls
+    assert calls.get("cudaGraphLaunch", 0) >= launches, calls
     events = calls.pop("cudaDeviceSynchronize", 0)  # the profiler's own, at its ends
     assert events <= 2
     waits = {name: count for name, count in calls.items() if name.startswith(WAITS) and not name.startswith("cudaMemcpyAsync")}

@@ -10,9 +10,12 @@ import pytest
 import torch
 from triton_world import DEVICE, DTYPES, agree, close
 
-from modelrunner.kernels.attention import reference, work_list
-from modelrunner.kernels.attention.gpu import OVERRIDES, indexed_attention
-from modelrunner.kernels.attention.work_list import ITEM, DecodeConfig, PrefillConfig, build_work
+from modelrunner.kernels.attention import prefill_list, reference, work_list
+from modelrunner.kernels.attention.gpu import OVERRIDES, indexed_attention, qkv_attention
+from modelrunner.kernels.attention.prefill_list import GATHER_BYTES, GATHER_QUERIES, ITEM, PrefillConfig, choose_gathered
+from modelrunner.kernels.attention.work_list import DecodeConfig, build_work
+from modelrunner.kernels.norm.reference import rms_norm
+from modelrunner.kernels.rope.reference import apply_rope
 
 SCALE = 0.3
 LAYERS = 3
@@ -100,15 +103,17 @@ def make_step(
     return Step(q, arena.to(DEVICE, cache_dtype or dtype), on_device, limits, live.to(DEVICE), window)
 
 
-ONE_BLOCK = DecodeConfig(chunk=16, block_keys=16, num_warps=4, num_stages=1, programs=2)
-CHUNKS = DecodeConfig(chunk=32, block_keys=16, num_warps=4, num_stages=5, programs=2)
+ONE_BLOCK = DecodeConfig(chunk=16, block_keys=16, num_warps=4, num_stages=1, programs=2, hold=True, fused=True)
+CHUNKS = DecodeConfig(chunk=32, block_keys=16, num_warps=4, num_stages=5, programs=2, fused=True)
+HELD = DecodeConfig(chunk=32, block_keys=16, num_warps=4, num_stages=2, programs=2, hold=True, fused=True)
 WHOLE = DecodeConfig(chunk=256, block_keys=32, num_warps=4, num_stages=3, programs=2)
 DECODE = [(62, 1), (0, 1), (0, 0), (31, 1), (16, 1)]
 MIXED = [(40, 1), (3, 0), (0, 23), (30, 11), (9, 0), (0, 1)]
 TILES = PrefillConfig(block_queries=16, block_keys=16, num_warps=4, num_stages=3, programs=2)
+GATHERED = PrefillConfig(block_queries=64, block_keys=32, num_warps=4, num_stages=3, programs=2, gathered=True)
 
 
-CONFIGS = {"one-block": ONE_BLOCK, "chunks": CHUNKS, "whole": WHOLE}
+CONFIGS = {"one-block": ONE_BLOCK, "chunks": CHUNKS, "held": HELD, "whole": WHOLE}
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -133,6 +138,49 @@ def test_several_query_tokens_a_decode_row(dtype: torch.dtype, window: int | Non
 def test_mixed_batch(dtype: torch.dtype, padding: int, window: int | None, config: PrefillConfig | None) -> None:
     """Decode rows, a fresh prompt, a later chunk, a finished row, and tokens that belong to nobody."""
     make_step(MIXED, 16, num_decode=2, padding=padding, window=window, dtype=dtype).check(CHUNKS, config)
+
+
+@pytest.mark.parametrize("padding", [0, 13])
+@pytest.mark.parametrize("page", [1, 7, 16])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gathered_keys(dtype: torch.dtype, page: int, padding: int) -> None:
+    """Rows that end within a block of keys, beside one that is finished; neither reads what lies after another's keys."""
+    rows = [(7, 1), (0, 70), (40, 33), (9, 0), (100, 64), (0, 1), (31, 1)]
+    make_step(rows, page, num_decode=1, padding=padding, dtype=dtype).check(CHUNKS, GATHERED)
+
+
+@pytest.mark.parametrize("heads", [(9, 3, 64), (4, 4, 32), (5, 1, 128)], ids=lambda h: "-".join(map(str, h)))
+def test_gathered_keys_with_softcap_and_sinks(heads: tuple[int, int, int]) -> None:
+    step = make_step([(0, 70), (40, 33)], heads=heads)
+    step.q /= heads[2] ** 0.5 / 4
+    step.check(prefill=GATHERED)
+    step.check(prefill=GATHERED, softcap=2.0, sinks=torch.linspace(-3, 3, heads[0], device=DEVICE))
+
+
+def test_which_keys_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of long prompts on Hopper, in 16 bits and without a window, if their memory suffices."""
+    monkeypatch.setattr(prefill_list, "dependent_launch", lambda device: True)
+    cache = torch.zeros(1, 16, 2, 8, 128, dtype=torch.float16)
+    rows = GATHER_BYTES // (4096 * 2 * 8 * 128 * 2)
+
+    def chosen(
+        num_rows: int = rows,
+        max_query: int = GATHER_QUERIES,
+        window: int | None = None,
+        dtype: torch.dtype = torch.float16,
+        cache: torch.Tensor = cache,
+    ) -> PrefillConfig | None:
+        return choose_gathered(cache, 16, num_rows, max_query, 4096, window, dtype)
+
+    config = chosen()
+    assert config is not None
+    assert config.gathered
+    no = [chosen(rows + 1), chosen(0), chosen(max_query=GATHER_QUERIES - 1), chosen(window=100), chosen(dtype=torch.float32)]
+    assert no == [None] * 5
+    assert chosen(dtype=torch.float32, cache=cache.float()) is None
+    assert chosen(cache=cache[..., :96]) is None
+    monkeypatch.setattr(prefill_list, "dependent_launch", lambda device: False)
+    assert chosen() is None
 
 
 @pytest.mark.parametrize("page", [1, 7])
@@ -173,7 +221,6 @@ def test_all_layers_share_a_work_list(config: DecodeConfig) -> None:
     work = step.work(config)
     for layer in (0, 1, 2, 0):
         close(step.got(work, layer)[step.live], step.want(layer)[step.live], "paged_attention")
-    assert work.decode is not None
     assert not work.decode.arrivals.any()
 
 
@@ -185,6 +232,26 @@ def test_a_loose_bound_on_lengths_changes_nothing() -> None:
     table = step.arguments["block_table"]
     step.arguments["block_table"] = torch.cat((table, table.new_full((table.shape[0], 300), 1 << 30)), 1)
     assert torch.equal(step.got(step.work(CHUNKS)), exact)
+
+
+@pytest.mark.parametrize("rows", [[*DECODE, (3, 30)], [(40, 1), (3, 0), (0, 23), (9, 1)], [(0, 9), (7, 1)], [(5, 1), (5, 2), (0, 0)]])
+@pytest.mark.parametrize("window", [None, 9], ids=lambda w: f"window-{w}")
+def test_decode_rows_are_found_on_the_device(rows: list[Row], window: int | None) -> None:
+    """A captured step with prompts does not say how many rows decode, and has rows of nobody at its end."""
+    num_decode = next((i for i, (_, query) in enumerate(rows) if query > 1), len(rows))
+    step = make_step(rows, num_decode=num_decode, padding=4, window=window)
+    work = step.work(CHUNKS, TILES)
+    told = {item[0] for item in work.decode.items[: int(work.decode.count)].tolist()}
+    assert told == set(range(num_decode))
+    exact = step.got(work)
+    step.limits["num_decode"] = 0
+    assert torch.equal(step.got(step.work(CHUNKS, TILES)), exact)
+    tokens = step.arguments["slots"].shape[0]
+    for name, value in (("query_start", tokens), ("query_len", 0), ("seq_len", 0)):
+        step.arguments[name] = torch.cat((step.arguments[name], step.arguments[name].new_full((5,), value)))
+    table = step.arguments["block_table"]
+    step.arguments["block_table"] = torch.cat((table, table.new_zeros(5, table.shape[1])))
+    assert torch.equal(step.got(step.work(CHUNKS, TILES))[step.live], exact[step.live])
 
 
 def test_a_row_is_not_changed_by_its_neighbours() -> None:
@@ -201,10 +268,9 @@ def test_a_row_is_not_changed_by_its_neighbours() -> None:
 @pytest.mark.parametrize("window", [None, 100], ids=lambda w: f"window-{w}")
 def test_chunks_grow_where_partial_results_would_not_fit(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
     """150 tokens in chunks of 16 are 10 partial results a row; there is room for 12 of three rows."""
-    monkeypatch.setattr(work_list, "PARTIAL_BYTES", 12 * 6 * 16 * 4)
+    monkeypatch.setattr(work_list, "PARTIAL_BYTES", 12 * 6 * 16 * 8)
     step = make_step([(149, 1), (120, 1), (15, 1), (140, 1)], num_decode=4, window=window)
     work = step.work(ONE_BLOCK)
-    assert work.decode is not None
     items = work.decode.items[: int(work.decode.count)]
     assert int(items[:, 5].max()) < 12 <= work.decode.partial.shape[0]
     step.check(ONE_BLOCK)
@@ -216,7 +282,6 @@ def test_decode_items(rows: int) -> None:
     lengths = torch.randint(1, 100, (rows,)).tolist()
     step = make_step([(n - 1, 1) for n in lengths], num_decode=rows)
     work = step.work(CHUNKS)
-    assert work.decode is not None
     items = work.decode.items[: int(work.decode.count)].tolist()
     assert len(items[0]) == ITEM
     for row, length in enumerate(lengths):
@@ -262,3 +327,69 @@ def test_steps_without_live_rows() -> None:
 @pytest.mark.parametrize("op", ["write_cache", "gather_pages", "paged_attention"])
 def test_conformance_cases(op: str) -> None:
     agree(op, OVERRIDES, {name: getattr(reference, name) for name in ("write_cache", "gather_pages", "paged_attention")})
+
+
+class Fused:
+    """A decode step from the projection's output: the step's own keys and values are not in the cache yet."""
+
+    def __init__(self, step: Step, rotary: int, norm: bool) -> None:
+        self.step, self.heads, self.kv_heads, self.dim = step, step.q.shape[1], step.arena.shape[4], step.arena.shape[5]
+        a, tokens, page = step.arguments, step.q.shape[0], step.arena.shape[2]
+        offset = torch.arange(tokens, device=DEVICE) - a["query_start"][a["token_row"]]
+        position = (a["seq_len"] - a["query_len"])[a["token_row"]] + offset
+        place = a["block_table"][a["token_row"], (position // page).clamp(max=a["block_table"].shape[1] - 1)].long() * page
+        a["slots"] = torch.where(step.live, place + position % page, -1)
+        for slot in a["slots"][step.live].tolist():
+            step.arena[slot // page, :, slot % page] = math.nan
+        self.qkv = torch.randn(tokens, (self.heads + 2 * self.kv_heads) * self.dim, device=DEVICE).to(step.q.dtype)
+        self.norms = [torch.randn(self.dim, device=DEVICE).to(step.q.dtype) if norm else None for _ in range(2)]
+        angle = position.float().unsqueeze(1) / (1 + torch.arange(rotary // 2, device=DEVICE))
+        self.cos_sin = torch.cat((angle.cos(), angle.sin()), 1)
+
+    def want(self, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """The output and the arena, by the references."""
+        step = Step(self.step.q, self.step.arena.clone(), self.step.arguments, self.step.limits, self.step.live, self.step.window)
+        sizes = (self.heads * self.dim, self.kv_heads * self.dim, self.kv_heads * self.dim)
+        q, k, v = (part.unflatten(-1, (-1, self.dim)) for part in self.qkv.split(sizes, -1))
+        if self.norms[0] is not None:
+            q, k = (rms_norm(x, weight, 1e-5) for x, weight in zip((q, k), self.norms, strict=True))
+        step.q, k = apply_rope(q, k, None, self.cos_sin)
+        reference.write_cache(step.arena[:, 1], k, v, step.arguments["slots"])
+        return step.want(**options), step.arena
+
+    def check(self, config: DecodeConfig | None, **options: Any) -> None:
+        step, (out, arena) = self.step, self.want(**options)
+        got = qkv_attention(
+            self.qkv, self.heads, self.kv_heads, *self.norms, 1e-5, self.cos_sin, step.arena[:, 1], step.arguments["slots"],
+            step.work(config), scale=SCALE, **options,
+        )  # fmt: skip
+        close(got[step.live], out[step.live], "paged_attention")
+        assert got.isfinite().all()
+        close(step.arena, arena, "qkv_rope_write")
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize(("rotary", "norm", "window"), [(16, True, None), (16, False, 20), (8, True, 1)])
+def test_fused_decode(rotary: int, norm: bool, window: int | None, config: str) -> None:
+    """Rows whose last chunk is new from its first key on (17, 33), rows of one token, dead rows."""
+    rows = [(62, 1), (0, 1), (0, 0), (31, 1), (16, 1), (32, 1)]
+    for dtype in DTYPES:
+        Fused(make_step(rows, 7, num_decode=6, window=window, dtype=dtype), rotary, norm).check(CONFIGS[config])
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("window", [None, 6], ids=lambda w: f"window-{w}")
+def test_fused_drafts_with_sinks_and_softcap(window: int | None, config: str) -> None:
+    """New keys on both sides of a chunk's edge."""
+    step = make_step([(20, 3), (31, 3), (5, 0), (46, 2), (15, 2), (0, 3)], num_decode=6, decode_query=3, window=window)
+    sinks = torch.tensor([-40.0, -1.0, 0.0, 1.5, 4.0, 40.0], device=DEVICE)
+    Fused(step, 16, True).check(CONFIGS[config], softcap=2.0, sinks=sinks)
+
+
+@pytest.mark.parametrize("heads", [(9, 3, 64), (4, 4, 96)], ids=lambda h: "-".join(map(str, h)))
+def test_fused_head_shapes(heads: tuple[int, int, int]) -> None:
+    Fused(make_step([(40, 1), (70, 1)], num_decode=2, heads=heads), heads[2], True).check(None)
+
+
+def test_a_fused_mixed_step_takes_two_launches() -> None:
+    Fused(make_step(MIXED, num_decode=2, padding=3), 16, True).check(CHUNKS)

@@ -52,6 +52,24 @@ def test_builds(area: str, capability: int) -> None:
     assert [line for line in lines if not line.startswith("good")] == []
 
 
+FETCHED_AHEAD = """
+from modelrunner.kernels.attention.gpu import BUILDS
+from modelrunner.kernels.builds import compile_build
+build = next(build for build in BUILDS if build.constexprs.get("R"))
+sass = compile_build(build, 90).sass()
+print(0 < sass.find("LDGSTS") < sass.find("ACQBULK"))
+"""
+
+
+@pytest.mark.slow
+def test_keys_are_on_their_way_before_attention_waits_for_its_queries() -> None:
+    """In the machine code, copies to shared memory come before the wait for the kernel before."""
+    pytest.importorskip("triton")
+    environ = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-P", "-c", FETCHED_AHEAD], env=environ, capture_output=True, text=True)
+    assert done.stdout == "True\n", done.stdout + done.stderr
+
+
 def test_a_build_that_does_not_compile_or_spills_is_found() -> None:
     lines = build_all("bad_builds", 90)
     assert [(line.split()[0], line.split()[1].partition("[")[0]) for line in lines] == [

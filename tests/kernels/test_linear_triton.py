@@ -27,8 +27,7 @@ TILES = [
     Tiles(16, 32, 64, 4, 4, 2),
     Tiles(32, 64, 32, 2, 4, 1, fused_norm=False),
     Tiles(64, 64, 64, 1, 4, 3),
-    Tiles(16, 16, 64, 1, 4, 3, slices=4),
-    Tiles(32, 8, 32, 1, 8, 1, slices=8),
+    Tiles(32, 32, 64, 3, 4, 1),
 ]
 
 
@@ -142,4 +141,22 @@ def test_the_kernels_depend_on_shapes_alone() -> None:
     half = plan(8, 4096, 1024, 16, False, True, True)
     assert isinstance(half, Tiles)
     assert not half.fused_norm
-    assert len(BUILDS) > 40
+    assert len(BUILDS) > 80
+
+
+def test_a_program_holds_no_more_weights_than_shared_memory() -> None:
+    """For whatever shape is multiplied by tiles that hold all their weights."""
+    shapes = [(4096, 1024), (1024, 2048), (3072, 1024), (1024, 3072), (960, 576), (576, 1536), (1024, 8192), (512, 16384), (16, 1008)]
+    for rows in (3, 8, 16, 17, 32, 33, 64, 65, 128):
+        for outputs, inner in shapes:
+            for gated, norm in [(False, False), (False, True), (True, True)]:
+                tiles = plan(rows, outputs, inner, 16, gated, norm, False)
+                if isinstance(tiles, Tiles) and tiles.stages == 1:
+                    steps = -(-inner // (tiles.bk * tiles.split))
+                    assert 2 * tiles.bn * (1 + gated) * steps * tiles.bk <= 2**17
+                    assert tiles.pipelined().stages > 1
+
+
+def test_a_device_without_dependent_launches_has_a_pipeline() -> None:
+    assert Tiles(16, 128, 256, 4, 8, 1).pipelined() == Tiles(16, 128, 128, 4, 8, 3)
+    assert Tiles(64, 64, 64, 4, 4, 6).pipelined() == Tiles(64, 64, 64, 4, 4, 6)

@@ -274,9 +274,37 @@ def test_command_line_takes_settings_and_several_scenarios(model: str, capsys: p
     assert re.search(r"whole process: peak memory \d+ MiB; modelrunner .*, torch .*, transformers ", text)
 
 
+def test_our_engine_beside_itself(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Weights of three types in one run: each with its speed, its memory and its settings, and the ratios to the first."""
+    plot, timeline = tmp_path / "p.svg", tmp_path / "t.json"
+    call = ["bench", "cpu1", "--model", model, "--compare", "float32", "--repeat", "1", "--threads", "1"]
+    assert cli.main([*call, "--json", "--plot", str(plot), "--trace", str(timeline)]) == 0
+    first, *others = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(line["engine"], line["dtype"]) for line in (first, *others)] == [
+        ("float32", "float32"),
+        ("bfloat16", "bfloat16"),
+        ("int8", "float32"),
+    ]
+    assert [line["linear"] == "int8" for line in (first, *others)] == [False, False, True]
+    assert "ratio" not in first
+    for line in others:
+        assert line["ratio"] == pytest.approx(line["tokens_per_second"] / first["tokens_per_second"])
+        assert 0 < line["equal_tokens"] <= 64
+        assert line["peak_memory_bytes"] is None or line["peak_memory_bytes"] >= 0
+    assert json.loads(timeline.read_text())["traceEvents"]
+    assert "(ours" not in plot.read_text()
+    assert cli.main(call) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"float32 +[\d.]+ tok/s .*peak memory.*\n +bfloat16 +[\d.]+ tok/s .*peak memory.*\n +int8 +[\d.]+ tok/s", text)
+    assert re.search(r"  bfloat16 / float32: [\d.]+x \(\d+ of 64 tokens alike\)\n  int8 / float32: [\d.]+x", text)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["cpu1", "--compare", "float32", "--dtype", "bfloat16"], "runs float32, bfloat16, int8 by itself, and model.dtype is given"),
+        (["cpu1", "--compare", "float32", "--linear.scheme", "int8"], "and linear.scheme is given; leave it out"),
+        (["bs1", "--compare", "float32"], "--compare goes with cpu1 and cpu32"),
         (["cpu2"], "invalid choice: 'cpu2'"),
         ([], "required: SCENARIO"),
         (["cpu1", "--repeat", "0"], "'0' is not a whole number of at least 1"),

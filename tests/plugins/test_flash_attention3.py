@@ -20,7 +20,7 @@ from modelrunner.backends.flash_attention3 import FlashAttention3
 from modelrunner.backends.paged import PagedAttention
 from modelrunner.kernels import attention as kernels
 from modelrunner.model_state import FullAttention, RecurrentState, SlidingWindow
-from modelrunner.plugins import flash_attention3
+from modelrunner.plugins import attention, flash_attention3
 from modelrunner.settings import load_settings
 from modelrunner.testing import ByteTokenizerPlugin, Driver, EngineProbe, P, assert_same, dense, options, tiny_dense
 
@@ -54,10 +54,12 @@ def asked(group: Any = GROUP, device: Any = GPU, **changes: Any) -> Any:
 
 
 @pytest.mark.usefixtures("hopper")
-def test_it_offers_itself_and_waits_to_be_pinned(package: ModuleType) -> None:
+def test_it_comes_before_the_paged_backend(package: ModuleType) -> None:
     offer = asked()
     assert isinstance(offer, Offer)
-    assert (offer.name, offer.fit) == ("flash_attention3", "fallback")
+    paged: Any = attention.attention_backend(GROUP)
+    assert offer.fit == paged.fit
+    assert offer.replaces == {paged.name}
     backend = offer.load()
     assert issubclass(backend, PagedAttention)
     assert backend.capturable
@@ -146,11 +148,11 @@ def test_prompts_and_decode_rows(package: ModuleType, num_decode: int, padding: 
     valid = meta.slots >= 0
     results = []
     for kind in (PagedAttention, FlashAttention3):
-        attention = kind(group, cache.clone(), OPS, torch.float32)
-        step = attention.begin(meta)
-        outs = [attention.attend(q, k, v, layer, step) for layer in (0, 1)]
+        runner = kind(group, cache.clone(), OPS, torch.float32)
+        step = runner.begin(meta)
+        outs = [runner.attend(q, k, v, layer, step) for layer in (0, 1)]
         assert all(out.isfinite().all() for out in outs)
-        results.append([*(out[valid] for out in outs), attention.cache])
+        results.append([*(out[valid] for out in outs), runner.cache])
     torch.testing.assert_close(results[1], results[0], equal_nan=True)
     assert len(package.calls) == 2
     package.calls.clear()
@@ -158,16 +160,17 @@ def test_prompts_and_decode_rows(package: ModuleType, num_decode: int, padding: 
 
 def test_steps_of_decode_rows_and_steps_too_large_run_as_paged(package: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     meta, cache = make_meta([(40, 1, 1), (7, 1, 1)], 2, 0)
-    attention = FlashAttention3(GROUP, cache, OPS, torch.float32)
-    assert attention.begin(meta).prompts is None
+    runner = FlashAttention3(GROUP, cache, OPS, torch.float32)
+    assert runner.begin(meta).prompts is None
     meta, cache = make_meta(MIXED, 2, 0)
-    attention = FlashAttention3(GROUP, cache, OPS, torch.float32)
-    assert attention.begin(meta).prompts is not None
+    runner = FlashAttention3(GROUP, cache, OPS, torch.float32)
+    assert runner.begin(meta).prompts is not None
+    assert runner.begin(replace(meta, captured=True)).prompts is None
     row_bytes = (GAP_PAGES * PAGE + -(-meta.max_seq_len // PAGE) * PAGE) * 2 * 2 * 16 * 4
     monkeypatch.setattr(flash_attention3_backend, "SCRATCH_BYTES", 5 * row_bytes - 1)
-    step = attention.begin(meta)
+    step = runner.begin(meta)
     assert step.prompts is None
-    out = attention.attend(torch.randn(meta.num_tokens, 4, 16), *torch.randn(2, meta.num_tokens, 2, 16), 0, step)
+    out = runner.attend(torch.randn(meta.num_tokens, 4, 16), *torch.randn(2, meta.num_tokens, 2, 16), 0, step)
     assert out.isfinite().all()
     assert not package.calls
 

@@ -95,6 +95,22 @@ class DeviceConformance:
         small, large = device.cache_budget(0.5), device.cache_budget(0.9)
         assert small <= large <= free, f"cache_budget(0.5) is {small}, cache_budget(0.9) is {large}, free are {free} bytes"
 
+    def test_peak(self) -> None:
+        """What work takes at most is counted, and afterwards it is free again."""
+        device = self.make()
+        if not device.measures:
+            pytest.skip("it does not measure")
+        size, before = 64 << 20, device.memory()[0]
+
+        def work() -> None:
+            torch.zeros(size, dtype=torch.uint8, device=device.torch_device)
+            torch.zeros(size // 2, dtype=torch.uint8, device=device.torch_device)
+
+        peak = device.peak(lambda: device.launch(work))
+        assert size <= peak < 2 * size, f"peak is {peak} bytes; {size} were taken, given back, and then half of it"
+        kept = before - device.memory()[0]
+        assert kept < size // 2, f"{kept} bytes are still taken afterwards"
+
     # ---- order -----------------------------------------------------------------------------------------------------
 
     def test_work_runs_in_order_and_all_of_it(self) -> None:

@@ -44,13 +44,16 @@ class KeepsItsPromises(StateCase):
         self.lab.assert_plain(prompts, outputs)
 
     def test_graphs_change_nothing(self) -> None:
-        """Steps of decode rows run as closures made once for a shape: what `declare` calls capturable must not keep anything of a plan."""
+        """Steps run as closures made once for a shape, whatever mixture of prompts and decode rows it is: what `declare` calls capturable
+        must not keep anything of a plan."""
         engine = self.lab.engine(tokens=self.small_step, device="deferred_cpu", captures=True)
         if (reason := engine.runner.graphs.reason) and engine.assembly.needs.capture == "none":
             pytest.skip(f"declared: {reason}")
         assert not reason, reason
-        prompts = self.lab.prompts
+        prompts, parts, run = self.lab.prompts, set(), engine.runner.graphs.run
+        setattr(engine.runner.graphs, "run", lambda key: (parts.add(key.part), run(key)))  # noqa: B010  (an instance's method)
         self.lab.assert_plain(prompts, self.lab.run(engine, prompts))
+        assert parts == {"step", "body", "tail"}, f"of graphs only {parts} ran"
 
     def test_results_have_the_declared_shapes(self) -> None:
         """Hidden states [tokens, hidden_size]; logits [n, vocab_size] in the model's type."""

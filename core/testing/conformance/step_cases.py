@@ -274,13 +274,22 @@ def indexed_attention(ops: Any, draw: Draw, size: Size) -> Any:
 
 def qkv_rope_write(ops: Any, draw: Draw, size: Size, rotary: int, normed: bool) -> Any:
     """Queries, keys and values in one tensor; the cache with what was written into it."""
+    return rotated(ops.attention_index, ops.qkv_rope_write, draw, size, rotary, normed)
+
+
+def qkv_attention(ops: Any, draw: Draw, size: Size, rotary: int, normed: bool) -> Any:
+    return rotated(ops.attention_index, partial(ops.qkv_attention, scale=0.3), draw, size, rotary, normed)
+
+
+def rotated(index: Any, operation: Any, draw: Draw, size: Size, rotary: int, normed: bool) -> Any:
+    """An operation on queries, keys and values in one tensor, which it must leave as it is."""
     made = Paged(draw, size)
-    index = ops.attention_index(made.cache, *made.arguments(), made.slots, num_heads=HEADS, **made.limits(), dtype=draw.dtype)
+    work = index(made.cache, *made.arguments(), made.slots, num_heads=HEADS, **made.limits(), dtype=draw.dtype)
     angle = draw.uniform(made.step.num_tokens, rotary // 2) * 7
     norms = (1 + draw.noise(DIM) / 4, 1 + draw.noise(DIM) / 4) if normed else (None, None)
     cos_sin, kept = torch.cat((angle.cos(), angle.sin()), 1), made.fused.clone()
-    q = ops.qkv_rope_write(made.fused, HEADS, KV_HEADS, *norms, 1e-5, cos_sin, made.cache, made.slots, index)
-    return *made.compared(q), made.fused - kept
+    out = operation(made.fused, HEADS, KV_HEADS, *norms, 1e-5, cos_sin, made.cache, made.slots, work)
+    return *made.compared(out), made.fused - kept
 
 
 def write_cache(ops: Any, draw: Draw, size: Size) -> Any:
@@ -320,4 +329,5 @@ STEP_CASES: dict[str, tuple[Any, Any]] = {
     "indexed_write": (indexed_attention, STEPS),
     "indexed_attention": (indexed_attention, STEPS),
     "qkv_rope_write": (qkv_rope_write, ROTATIONS),
+    "qkv_attention": (qkv_attention, ROTATIONS),
 }

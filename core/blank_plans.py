@@ -1,0 +1,57 @@
+"""Plans of dead rows, which go through all operations and change nothing: for trying, building, measuring and capturing at start-up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from modelrunner.batch import EDITED, Feature, Plan
+from modelrunner.page_pool import GroupLayout
+from modelrunner.request_table import RequestTable
+
+
+def blank_row(table: RequestTable, num_groups: int) -> Plan:
+    """A step of the scratch row, whose columns get their defaults."""
+    one = np.ones(1, np.int32)
+    blank = table.builder()
+    blank.row(table.max_rows, {})
+    return Plan(
+        step=-1,
+        rows=one * table.max_rows,
+        generations=-one,
+        num_query=one,
+        patch=blank.build(),
+        num_decode=1,
+        num_tokens=1,
+        max_query=1,
+        max_seq_len=1,
+        table_pages=(1,) * num_groups,
+    )
+
+
+def prompt(blank: Plan, layouts: Sequence[GroupLayout], num_tokens: int) -> Plan:
+    """The `blank` row with so many query tokens."""
+    counts = dict.fromkeys(("num_tokens", "max_query", "max_seq_len"), num_tokens)
+    pages = tuple(layout.pages_for(num_tokens) for layout in layouts)
+    return replace(blank, num_query=blank.num_query * num_tokens, num_decode=0, table_pages=pages, **counts)
+
+
+def large(blank: Plan, layouts: Sequence[GroupLayout], num_tokens: int, max_rows: int, max_model_len: int, taps: Feature) -> Plan:
+    """So many tokens in as many rows as there can be: one in each, and the rest in the first; with the tail that needs most memory."""
+    rows = min(max_rows, num_tokens)
+    num_query = np.ones(rows, np.int32)
+    num_query[0] += num_tokens - rows
+    return replace(
+        blank,
+        rows=np.repeat(blank.rows, rows),
+        generations=np.repeat(blank.generations, rows),
+        num_query=num_query,
+        num_decode=0,
+        num_tokens=num_tokens,
+        max_query=int(num_query[0]),
+        max_seq_len=max_model_len,
+        table_pages=tuple(layout.pages_for(max_model_len) for layout in layouts),
+        features=Feature.PLAIN | Feature.FILTERED | EDITED | taps,
+    )

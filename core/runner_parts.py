@@ -1,0 +1,58 @@
+"""What a runner is made of, and the route of steps that repeat."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from modelrunner.attention import AttentionBackend
+from modelrunner.batch import Plan
+from modelrunner.device import Device
+from modelrunner.model_state import ModelState, Needs
+from modelrunner.ops import Ops
+from modelrunner.page_pool import GroupLayout
+from modelrunner.request_table import RequestTable
+from modelrunner.sampler import Sampler
+from modelrunner.step_buffers import Shape
+from modelrunner.tap_set import TapSet
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a runner is put together from, each chosen or built at start-up."""
+
+    device: Device
+    ops: Ops
+    state: ModelState
+    needs: Needs
+    dtype: torch.dtype
+    sampler: Sampler
+    table: RequestTable
+    layouts: Sequence[GroupLayout]
+    caches: Mapping[str, torch.Tensor]
+    backends: Mapping[str, AttentionBackend]
+    taps: TapSet
+
+
+@dataclass(frozen=True)
+class Route:
+    """How steps run that have the rows of `plan`: padded to `shape`, as the graphs of `replay`, or eagerly if that is None.
+
+    The last launched step's rows are still on the device, so a step of the same route sends its patch only.
+    """
+
+    plan: Plan
+    shape: Shape
+    replay: Callable[[], None] | None
+
+    def serves(self, plan: Plan) -> bool:
+        """Whether `plan` has the very arrays of this route; they are not written any more (see `steady`)."""
+        own = self.plan
+        return (
+            plan.rows is own.rows
+            and plan.generations is own.generations
+            and plan.num_query is own.num_query
+            and plan.features is own.features
+        )

@@ -1,0 +1,83 @@
+"""Faster ways of the CPU: small operations in one call, weights packed for its kernels, attention that knows how long each row is."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from modelrunner.hookspecs import hookimpl
+from modelrunner.offers import Decline, Offer
+
+if TYPE_CHECKING:
+    from modelrunner.attention import AttentionBackend
+    from modelrunner.checkpoint import ModelCard
+    from modelrunner.device import Device
+    from modelrunner.linear import LinearScheme
+    from modelrunner.model_state import CacheGroup
+    from modelrunner.ops import Register
+    from modelrunner.settings import RunnerSettings
+
+MODELRUNNER_API = ">=1,<2"
+HALF = ("bfloat16", "float16")
+# The folders of `kernels/` with overrides in a cpu.py.
+AREAS = ("norm", "linear", "rope")
+
+
+@hookimpl
+def kernels(register: Register, device: Device) -> None:
+    if device.type != "cpu":
+        return
+    for area in AREAS:
+        for name, function in import_module(f"modelrunner.kernels.{area}.cpu").OVERRIDES.items():
+            register.override(name, function, device_type="cpu")
+
+
+@hookimpl
+def linear_scheme(card: ModelCard, device: Device, settings: RunnerSettings) -> list[Offer[type[LinearScheme]] | Decline] | None:
+    if device.type != "cpu":
+        return None
+    from modelrunner.kernels.linear import fbgemm
+
+    if card.quantization is not None:
+        return [Decline("packed weights are made from float weights")]
+    if problem := fbgemm.problem():
+        return [Decline(problem)]
+    answers: list[Offer[type[LinearScheme]] | Decline] = [
+        Offer("int8", _int8, "fallback", "8-bit weights packed for the CPU, integer products", frozenset({"int8"}))
+    ]
+    if settings.model.dtype in HALF:
+        answers.append(Offer("packed", _half, "family", "16-bit weights packed for the CPU", frozenset({"plain"})))
+    else:
+        answers.append(Decline(f"packed weights have 16 bits ({' or '.join(HALF)}); model.dtype is {settings.model.dtype}"))
+    return answers
+
+
+@hookimpl
+def attention_backend(group: CacheGroup, device: Device) -> Offer[type[AttentionBackend]] | Decline | None:
+    from modelrunner.model_state import FullAttention
+
+    if device.type != "cpu":
+        return None
+    if not isinstance(group, FullAttention):
+        return Decline(f"rows: runs FullAttention and SlidingWindow groups, not {type(group).__name__}")
+    if group.softcap is not None or group.sinks:
+        return Decline("rows: has no softcap and no sinks")
+    return Offer("rows", _rows, "family", "each row with exactly its own keys; lengths are read by the host", frozenset({"paged"}))
+
+
+def _rows() -> type[AttentionBackend]:
+    from modelrunner.backends.rows import RowAttention
+
+    return RowAttention
+
+
+def _half() -> type[LinearScheme]:
+    from modelrunner.packed_scheme import PackedHalfScheme
+
+    return PackedHalfScheme
+
+
+def _int8() -> type[LinearScheme]:
+    from modelrunner.packed_scheme import PackedInt8Scheme
+
+    return PackedInt8Scheme

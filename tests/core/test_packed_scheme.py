@@ -1,0 +1,109 @@
+"""Weights that are kept packed for the CPU's kernels only."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from modelrunner.kernels.linear import fbgemm
+from modelrunner.kernels.linear.reference import int8_matmul, matmul
+from modelrunner.linear import Int8Scheme, Linear, LinearFactory, LinearScheme, quantised_rows
+from modelrunner.ops import Ops
+from modelrunner.packed_scheme import PackedHalfScheme, PackedInt8Scheme
+
+pytestmark = pytest.mark.skipif(fbgemm.problem() is not None, reason=str(fbgemm.problem()))
+CPU = torch.device("cpu")
+OPS = Ops({"matmul": matmul, "int8_matmul": int8_matmul}, {})
+SCHEMES = [(PackedHalfScheme, torch.bfloat16), (PackedInt8Scheme, torch.float32)]
+
+
+def layer_of(scheme: type[LinearScheme], dtype: torch.dtype, inner: int, *parts: int) -> Linear:
+    return LinearFactory(scheme(OPS, dtype, CPU))(inner, parts)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("rows", "outer", "inner"), [(1, 7, 33), (3, 69, 130), (1, 1, 1), (64, 40, 576), (2, 96, 1536)])
+def test_half_products_are_of_the_models_weights(dtype: torch.dtype, rows: int, outer: int, inner: int) -> None:
+    """Weights are rounded to the model's type, and to nothing else; sums are float32."""
+    layer, weight, x = layer_of(PackedHalfScheme, dtype, inner, outer), torch.randn(outer, inner), torch.randn(rows, inner).to(dtype)
+    layer.load(0, weight)
+    want = x.double() @ weight.to(dtype).double().T
+    torch.testing.assert_close(layer(x).double(), want, rtol=2.0 ** (-8 if dtype == torch.bfloat16 else -10), atol=1e-5 * inner**0.5)
+
+
+def test_tiny_weights_lose_at_most_half_of_float16s_smallest_step() -> None:
+    weight = (torch.rand(8, 64) * 2.0**-14).bfloat16().float()
+    assert (fbgemm.unpack_half(fbgemm.pack_half(weight)) - weight).abs().max() <= 2.0**-25
+
+
+@pytest.mark.parametrize("odd", [1e6, float("inf"), float("nan")])
+def test_weights_that_float16_cannot_hold_stay_in_the_models_type(odd: float) -> None:
+    layer, weight, x = layer_of(PackedHalfScheme, torch.bfloat16, 16, 4, 4), torch.randn(8, 16), torch.ones(2, 16, dtype=torch.bfloat16)
+    weight[1, 3] = odd
+    layer.load(0, weight[:4])
+    layer.load(1, weight[4:])
+    torch.testing.assert_close(layer(x), matmul(x, weight.bfloat16()), rtol=0.01, atol=0.05, equal_nan=True)
+    weight[1, 3] = 1.0
+    layer.load(0, weight[:4])
+    torch.testing.assert_close(layer(x), matmul(x, weight.bfloat16()), rtol=0.01, atol=0.05)
+
+
+@pytest.mark.parametrize(("scheme", "dtype"), SCHEMES)
+def test_new_weights_for_one_part_keep_the_others(scheme: type[LinearScheme], dtype: torch.dtype) -> None:
+    """Bit for bit, however often; before and after the layer was used."""
+    layer, fresh = (layer_of(scheme, dtype, 48, 32, 16, 16) for _ in range(2))
+    parts = [torch.randn(rows, 48) for rows in (32, 16, 16)]
+    x = torch.randn(5, 48).to(dtype)
+    for part, weight in enumerate(parts):
+        layer.load(part, weight)
+    for seed in range(5):
+        parts[1] = torch.randn(16, 48, generator=torch.Generator().manual_seed(seed))
+        layer.load(1, parts[1])
+        layer(x)
+    for part, weight in enumerate(parts):
+        fresh.load(part, weight)
+    assert torch.equal(layer(x), fresh(x))
+
+
+@pytest.mark.parametrize(("scheme", "dtype"), SCHEMES)
+def test_only_the_packed_weight_is_kept(scheme: type[LinearScheme], dtype: torch.dtype) -> None:
+    layer = layer_of(scheme, dtype, 48, 32, 16)
+    layer.load(0, torch.randn(32, 48))
+    assert layer.__dict__["storage"].packed is None, "not before the last part is there"
+    layer.load(1, torch.randn(16, 48))
+    storage = layer.__dict__["storage"]
+    assert storage.staged is None
+    assert storage.packed is not None
+    assert not layer.state_dict()
+
+
+@pytest.mark.parametrize("rows", [1, 2, 40])
+def test_int8_products_are_those_of_its_integers(rows: int) -> None:
+    """Activations keep 14 bits of the row's largest: outliers, which models have, leave the others their precision."""
+    layer, weight, x = layer_of(PackedInt8Scheme, torch.float32, 576, 960), torch.randn(960, 576), torch.randn(rows, 576)
+    x[:, 7] *= 300
+    weight[:, 7] *= 1e-3
+    layer.load(0, weight)
+    ((_, qweight, scale),) = quantised_rows(weight, CPU)
+    want = x.double() @ (qweight.double() * scale.double()[:, None]).T
+    # Half a step of 300 * max / 8192 in each of 576 activations of size 1.
+    step = x.abs().amax(-1, keepdim=True).double() / 8192
+    assert ((layer(x) - want).square().mean(-1).sqrt() <= 0.35 * step.squeeze(1) * 576**0.5 * 1.2).all()
+
+
+def test_int8_rows_are_exact_whatever_stands_beside_them() -> None:
+    layer, x = layer_of(PackedInt8Scheme, torch.float32, 576, 200), torch.randn(65, 576)
+    layer.load(0, torch.randn(200, 576))
+    together = layer(x)
+    assert all(torch.equal(layer(x[i : i + n]), together[i : i + n]) for i, n in ((0, 1), (3, 2), (10, 33)))
+    assert torch.equal(layer(torch.zeros(2, 576)), torch.zeros(2, 200))
+
+
+def test_int8_weights_are_those_of_the_plain_scheme() -> None:
+    weight = torch.randn(40, 64)
+    plain, packed = layer_of(Int8Scheme, torch.float32, 64, 40), layer_of(PackedInt8Scheme, torch.float32, 64, 40)
+    plain.load(0, weight)
+    packed.load(0, weight)
+    qweight, scale = fbgemm.unpack_int8(packed.__dict__["storage"].packed)
+    assert torch.equal(qweight, plain.qweight)
+    assert torch.equal(scale, plain.scale)
