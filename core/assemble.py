@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from modelrunner.attention import AttentionBackend, NoAttention
-from modelrunner.cache_setup import CacheMaker
+from modelrunner.cache_setup import CacheMaker, check_budget
 from modelrunner.checkpoint import CheckpointReader, ModelCard
 from modelrunner.device import Device
 from modelrunner.errors import CapacityError, ModelRunnerError, PluginError
@@ -245,8 +245,8 @@ def cache_type(settings: RunnerSettings, dtype: torch.dtype) -> torch.dtype:
 def check_cache(settings: RunnerSettings, device: Device, needs: Needs, dtype: torch.dtype) -> None:
     """Raise CapacityError, before a weight is read, when the bytes that the settings give the cache do not hold two pages."""
     if settings.cache.num_pages is None and settings.cache.memory_bytes is not None:
-        page_bytes, layouts = page_layout(needs.cache_groups, settings.cache.page_size, cache_type(settings, dtype).itemsize)
-        count_pages(settings, device, page_bytes, layouts, needs.max_model_len)
+        page_bytes, _ = page_layout(needs.cache_groups, settings.cache.page_size, cache_type(settings, dtype).itemsize)
+        check_budget(device, settings.cache.memory_bytes, page_bytes)
 
 
 def build_module(

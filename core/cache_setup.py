@@ -38,6 +38,16 @@ class Cache:
     backends: Mapping[str, AttentionBackend]
 
 
+def check_budget(device: Device, budget: int, page_bytes: int) -> None:
+    """Raise CapacityError for a cache of so many bytes that holds no page beside the null page."""
+    if budget // page_bytes - 1 < LEAST_PAGES:
+        free, total = device.memory()
+        raise CapacityError(
+            f"the cache would get {max(budget, 0)} bytes, less than the 2 pages of {page_bytes} bytes that it needs at least; device "
+            f"{device.name!r} has {free} of {total} bytes free. Set cache.memory_bytes or cache.num_pages, or free memory"
+        )
+
+
 @dataclass(frozen=True)
 class CacheMaker:
     """What a cache is made from. dtype: of queries. cache_dtype: of what is stored. backends: class of each group's backend."""
@@ -80,14 +90,8 @@ class CacheMaker:
         cache, pages = self.settings.cache, self.settings.cache.num_pages
         if pages is None:
             budget = self.device.cache_budget(cache.memory_fraction) if cache.memory_bytes is None else cache.memory_bytes
+            check_budget(self.device, budget, self.page_bytes)
             pages = self.pages_of(budget)
-            if pages < LEAST_PAGES:
-                free, total = self.device.memory()
-                raise CapacityError(
-                    f"the cache would get {max(budget, 0)} bytes, less than the 2 pages of {self.page_bytes} bytes that it needs at least; "
-                    f"device {self.device.name!r} has {free} of {total} bytes free. Set cache.memory_bytes or cache.num_pages, or free "
-                    "memory"
-                )
         return self.make(pages)
 
     def pages_of(self, budget: int) -> int:
