@@ -144,9 +144,8 @@ def assemble(arguments: Mapping[str, Any], plugins: Sequence[object] = ()) -> As
         memory=memory,
     )
     observers = collect_objects(manager, "observer", settings=settings)
-    layouts = tuple(layouts)
     parts_of = (manager, settings, resolved, card, tokenizer, device, needs, state, sampler, taps)
-    return Assembly(*parts_of, table, layouts, cache.arena, runner, observers)
+    return Assembly(*parts_of, table, tuple(layouts), cache.arena, runner, observers)
 
 
 @contextmanager

@@ -33,9 +33,15 @@ def blank_row(table: RequestTable, num_groups: int) -> Plan:
 
 def prompt(blank: Plan, layouts: Sequence[GroupLayout], num_tokens: int) -> Plan:
     """The `blank` row with so many query tokens."""
-    counts = dict.fromkeys(("num_tokens", "max_query", "max_seq_len"), num_tokens)
-    pages = tuple(layout.pages_for(num_tokens) for layout in layouts)
-    return replace(blank, num_query=blank.num_query * num_tokens, num_decode=0, table_pages=pages, **counts)
+    return replace(
+        blank,
+        num_query=blank.num_query * num_tokens,
+        num_decode=0,
+        num_tokens=num_tokens,
+        max_query=num_tokens,
+        max_seq_len=num_tokens,
+        table_pages=tuple(layout.pages_for(num_tokens) for layout in layouts),
+    )
 
 
 def large(blank: Plan, layouts: Sequence[GroupLayout], num_tokens: int, max_rows: int, max_model_len: int, taps: Feature) -> Plan:

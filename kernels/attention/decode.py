@@ -58,8 +58,8 @@ def combine(
             # Other multiprocessors wrote these: past the first-level cache.
             score = tl.load(lse_ptr + place * D + dim, mask=there, other=LOWEST, cache_modifier=".cg")
             part = tl.load(partial_ptr + place * D + dim, mask=there, other=0.0, cache_modifier=".cg")
-            scores = scores + (score,)  # noqa: RUF005 - the compiler takes no unpacking
-            parts = parts + (part,)  # noqa: RUF005
+            scores = scores + (score,)  # type: ignore[assignment]  # noqa: RUF005 - the compiler takes no unpacking
+            parts = parts + (part,)  # type: ignore[assignment]  # noqa: RUF005
         new = largest
         for i in tl.static_range(AT_ONCE):
             new = tl.maximum(new, scores[i])

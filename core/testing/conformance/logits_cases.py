@@ -36,7 +36,7 @@ class Table:
 
     def lists(self, draw: Any, vocab: int, *shape: int) -> torch.Tensor:
         """A line of ids for each seat, some of them none, and the line of defaults."""
-        made = draw.integers(-max(vocab // 3, 1), vocab, self.num_seats + 1, *shape, dtype=torch.int32).clamp(min=-1)
+        made: torch.Tensor = draw.integers(-max(vocab // 3, 1), vocab, self.num_seats + 1, *shape, dtype=torch.int32).clamp(min=-1)
         made[-1] = -1
         return made
 

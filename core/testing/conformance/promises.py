@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from modelrunner.errors import PluginError
+from modelrunner.graphs import Key
 from modelrunner.model_state import No, Yes
 from modelrunner.request import SamplingParams
 from modelrunner.testing.conformance.case import StateCase
@@ -50,8 +51,14 @@ class KeepsItsPromises(StateCase):
         if (reason := engine.runner.graphs.reason) and engine.assembly.needs.capture == "none":
             pytest.skip(f"declared: {reason}")
         assert not reason, reason
-        prompts, parts, run = self.lab.prompts, set(), engine.runner.graphs.run
-        setattr(engine.runner.graphs, "run", lambda key: (parts.add(key.part), run(key)))  # noqa: B010  (an instance's method)
+        prompts, run = self.lab.prompts, engine.runner.graphs.run
+        parts: set[str] = set()
+
+        def noted(key: Key) -> None:
+            parts.add(key.part)
+            run(key)
+
+        setattr(engine.runner.graphs, "run", noted)  # noqa: B010  (an instance's method)
         self.lab.assert_plain(prompts, self.lab.run(engine, prompts))
         assert parts == {"step", "body", "tail"}, f"of graphs only {parts} ran"
 
