@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--prompt-ids", dest="prompts", metavar="IDS", action="append", type=read_ids, default=[],
-        help="token ids to go on after, separated by commas, e.g. 1,2,3; needs no tokenizer; repeatable",
+        help="token ids to go on after, separated by commas, e.g. 1,2,3; with --skip-tokenizer-init they need no tokenizer; repeatable",
     )  # fmt: skip
     parser.add_argument("--chat", action="store_true", help="put each prompt into the model's chat template, as the user's message")
     parser.add_argument("--max-tokens", type=int, default=DEFAULT_MAX_TOKENS, metavar="N", help="most tokens to generate (%(default)s)")

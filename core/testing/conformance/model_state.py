@@ -26,7 +26,8 @@ class MatchesReference(StateCase):
         want = self.lab.reference(0)(self.lab.prompts[-1]).float()
         assert want.std() > 0.1, (
             f"the reference's logits have a standard deviation of {want.std():.2g}, which must be above 0.1: too flat an answer to prove "
-            "anything. Raise initializer_range in tiny_config (0.15 does for most), or the family's own output scale, such as logit_scale"
+            "anything. Raise initializer_range in tiny_config (0.15 does for most), or change the family's own output scale: raise one "
+            "that multiplies, such as logit_scale, lower one that divides, such as logits_scaling"
         )
         self.assert_logits(trace, self.lab.prompts, outputs)
 
