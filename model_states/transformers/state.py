@@ -69,7 +69,8 @@ class TransformersState(ModelState):
     def build(self, ctx: BuildContext) -> PreTrainedModel:
         if ctx.shard.size != 1:
             raise ValueError(f"models of transformers run on one device; a shard of {ctx.shard.size} was asked for")
-        if ctx.linear.scheme.name != "plain":
+        asked = ctx.settings.linear.scheme != "auto" or ctx.settings.pin.linear_scheme is not None or ctx.card.quantization is not None
+        if asked and ctx.linear.scheme.name != "plain":  # else it is but a faster way to run plain weights, which these layers do without
             raise ValueError(f"linear.scheme is {ctx.linear.scheme.name!r}, but the linear layers are torch's own; only plain fits")
         name = new_name()
         with experts_function(name):

@@ -120,7 +120,7 @@ def test_plugin_modules_reach_the_engine() -> None:
 
 
 WRONG = [
-    ([], "no prompt: give --prompt TEXT or --prompt-file FILE"),
+    ([], "no prompt: give --prompt TEXT, --prompt-file FILE (- for standard input) or --prompt-ids IDS"),
     (["--prompt-ids", "1,x"], "'1,x'; accepted: token ids separated by commas"),
     (["--prompt-ids", "1", "--chat"], "a chat template takes text"),
     (["--prompt", "a", "--temperature", "nan"], "temperature: got a number that is not finite"),

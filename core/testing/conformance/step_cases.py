@@ -301,7 +301,8 @@ def write_cache(ops: Any, draw: Draw, size: Size) -> Any:
 def gather_pages(ops: Any, draw: Draw, size: Size) -> Any:
     """What rows have in the cache, with some room after it; what comes after the last row stays."""
     made = Paged(draw, size)
-    lengths = made.batch["computed"]
+    ops.write_cache(made.cache, made.k, made.v, made.slots)
+    lengths = made.batch["seq_len"]
     room = lengths + draw.integers(0, 2 * size.page, lengths.shape[0], dtype=torch.int32)
     starts = torch.cat((room.new_zeros(1), room.cumsum(0, dtype=torch.int32)))
     out = draw.unwritten(int(starts[-1]) + 5, 2, KV_HEADS, DIM)
