@@ -13,120 +13,14 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from modelrunner.kernels.attention.device import launch_options, next_power_of_2, processors
-from modelrunner.kernels.attention.heads import partner_of, rotated, turn_factors
-from modelrunner.kernels.attention.tile import LOG2E, LOWEST, add_sink, capped, fold, matmul, pages_of, token_offsets, wait_in_loop
+from modelrunner.kernels.attention.stream import decode_stream
+from modelrunner.kernels.attention.tile import LOG2E, LOWEST, fold, pages_of, token_offsets, wait_in_loop
+from modelrunner.kernels.attention.unit import finish_unit, scores_of, start_row
 from modelrunner.kernels.attention.work_list import AttentionWork
 
 Rotary = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor, float]  # q_norm, k_norm, cos_sin, eps
 
 COMBINE_FLOATS = 4096  # of partial results that a program looks at together
-
-
-@triton.jit
-def scores_of(q, k, key, position, first, end, scale, softcap, window, HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr):
-    """Masked scores [M, S], scaled only if they are capped. q: [M, D]. k: [S, D]. key: [S]. position: [M]. Keys outside [first, end) are
-    not there."""
-    scores = matmul(q, tl.trans(k), tl.zeros([q.shape[0], k.shape[0]], tl.float32))
-    if HAS_SOFTCAP:
-        scores = capped(scores, scale, softcap)
-    visible = (key[None, :] <= position[:, None]) & (key[None, :] < end)
-    if HAS_WINDOW:
-        visible &= (key[None, :] > position[:, None] - window) & (key[None, :] >= first)
-    return tl.where(visible, scores, float("-inf"))
-
-
-@triton.jit
-def combine(
-    partial_ptr, lse_ptr, first_slot, splits, head, NUM_KV: tl.constexpr, ROWS: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, AT_ONCE: tl.constexpr,
-):  # fmt: skip
-    """Sum a row's chunks in their order: acc [M, BLOCK_D] as in `fold`; largest and total likewise, but for each element of acc.
-
-    Every thread has all that its elements need, so that threads exchange nothing.
-    """
-    row, dim = tl.arange(0, M)[:, None], tl.arange(0, BLOCK_D)[None, :]
-    acc = tl.zeros([M, BLOCK_D], tl.float32)
-    largest = tl.full([M, BLOCK_D], LOWEST, tl.float32)
-    total = tl.zeros([M, BLOCK_D], tl.float32)
-    for begin in range(0, splits, AT_ONCE):
-        scores = ()
-        parts = ()
-        for i in tl.static_range(AT_ONCE):
-            split = begin + i + row * 0
-            place = ((first_slot + split).to(tl.int64) * NUM_KV + head) * ROWS + row
-            there = (row < ROWS) & (dim < D) & (split < splits)
-            # Other multiprocessors wrote these: past the first-level cache.
-            score = tl.load(lse_ptr + place * D + dim, mask=there, other=LOWEST, cache_modifier=".cg")
-            part = tl.load(partial_ptr + place * D + dim, mask=there, other=0.0, cache_modifier=".cg")
-            scores = scores + (score,)  # type: ignore[assignment]  # noqa: RUF005 - the compiler takes no unpacking
-            parts = parts + (part,)  # type: ignore[assignment]  # noqa: RUF005
-        new = largest
-        for i in tl.static_range(AT_ONCE):
-            new = tl.maximum(new, scores[i])
-        shrink = tl.exp2(largest - new)
-        acc *= shrink
-        total *= shrink
-        largest = new
-        for i in tl.static_range(AT_ONCE):
-            share = tl.exp2(scores[i] - new)
-            acc += parts[i] * share
-            total += share
-    return acc, largest, total
-
-
-@triton.jit
-def repeated(x, M: tl.constexpr):
-    """x [T] or [T, D] as often as fills M rows."""
-    T: tl.constexpr = x.shape[0]
-    if T == M:
-        return x
-    elif len(x.shape) == 1:
-        return tl.reshape(tl.broadcast_to(x[None, :], [M // T, T]), [M])
-    else:
-        return tl.reshape(tl.broadcast_to(x[None, :, :], [M // T, T, x.shape[1]]), [M, x.shape[1]])
-
-
-@triton.jit
-def start_row(
-    q_ptr, cache_ptr, q_norm_ptr, k_norm_ptr, cos_sin_ptr, slots_ptr, row, head, split, splits, query_len, scale, softcap, eps,
-    q_token, q_head, page_rows, cos_sin_token,
-    PAGE: tl.constexpr, NUM_KV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, R: tl.constexpr, HAS_NORM: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-):  # fmt: skip
-    """Norm and rotate a row's queries and new key; the last chunk's program writes new key and value, and attends to them.
-
-    Returns the queries [M, D] and acc, largest and total of `fold`.
-    """
-    T: tl.constexpr = BLOCK_M if GROUP > 8 else 8  # rows of the tile, few for the sake of registers
-    dim, m = tl.arange(0, BLOCK_D), tl.arange(0, T)
-    partner = partner_of(dim, R)
-    q_at = q_ptr + row * q_token + (head * GROUP + m % GROUP)[:, None].to(tl.int64) * q_head
-    q_ok = (m < GROUP)[:, None] & (dim < D)[None, :]
-    # The key goes through the same tile as the queries, all rows alike: then the threads of a row need nothing from others.
-    every = tl.zeros([T, 1], tl.int64)
-    new_at = q_ptr + row * q_token + (NUM_KV * GROUP + head) * q_head + every
-    slot = tl.load(slots_ptr + row)
-    cos, sin = turn_factors(cos_sin_ptr + row * cos_sin_token + every, dim[None, :], R)
-    last = m * 0 + split == splits - 1
-    new_ok = last[:, None] & (dim < D)[None, :]
-    q = tl.load(q_at + dim[None, :], mask=q_ok, other=0.0)
-    q_partner = tl.load(q_at + partner[None, :], mask=q_ok, other=0.0)
-    k = tl.load(new_at + dim[None, :], mask=new_ok, other=0.0)
-    k_partner = tl.load(new_at + partner[None, :], mask=new_ok, other=0.0)
-    v = tl.load(new_at + NUM_KV * q_head + dim[None, :], mask=new_ok, other=0.0).to(cache_ptr.dtype.element_ty)
-    q = rotated(q, q_partner, q_norm_ptr + every, dim[None, :], partner[None, :], cos, sin, eps, D, HAS_NORM)
-    k = rotated(k, k_partner, k_norm_ptr + every, dim[None, :], partner[None, :], cos, sin, eps, D, HAS_NORM)
-    k = k.to(cache_ptr.dtype.element_ty)
-    write = new_ok & (m == 0)[:, None] & (every <= slot)
-    place = cache_ptr + (slot // PAGE * page_rows + slot % PAGE) * (2 * NUM_KV * D) + head * D + every + dim[None, :]
-    tl.store(place, k, mask=write)
-    tl.store(place + NUM_KV * D, v, mask=write)
-    scores = tl.sum(q.to(tl.float32) * k.to(q.dtype).to(tl.float32), 1)
-    scores = capped(scores, scale, softcap) if HAS_SOFTCAP else scores * (scale * LOG2E)
-    there = last & (m * 0 < query_len)
-    acc = tl.where(there[:, None], v.to(q.dtype).to(tl.float32), 0.0)
-    largest, total = tl.where(there, scores, LOWEST), tl.where(there, 1.0, 0.0)
-    return repeated(q, BLOCK_M), repeated(acc, BLOCK_M), repeated(largest, BLOCK_M), repeated(total, BLOCK_M)
 
 
 @triton.jit
@@ -170,6 +64,7 @@ def decode_attention(
     HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    GPU: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """A persistent program: units (item, key head) pid, pid + programs, ...
@@ -235,7 +130,7 @@ def decode_attention(
                 new = ((key >= start) & (key < end) & (key >= computed))[:, None] & (dim < D)[None, :]
                 k = tl.where(old[:, None], k, tl.load(k_base + place, mask=new, other=0.0)).to(q.dtype)
                 v = tl.where(old[:, None], v, tl.load(v_base + place, mask=new, other=0.0)).to(q.dtype)
-                scores = scores_of(q, k, key, position, start, end, scale, softcap, window, HAS_SOFTCAP, HAS_WINDOW)
+                scores = scores_of(q, k, key, position, start, end, scale, softcap, window, QUERIES == 1, HAS_SOFTCAP, HAS_WINDOW)
                 acc, largest, total = fold(acc, largest, total, scores, factor, v)
         page = next_page
         # The pipeline's first loads come before the first turn, and so before what that waits for.
@@ -256,41 +151,13 @@ def decode_attention(
             there = there[:, None] if D == BLOCK_D else there[:, None] & (dim < D)[None, :]
             k = tl.load(k_base + place, mask=there, other=0.0).to(q.dtype)
             v = tl.load(v_base + place, mask=there, other=0.0).to(q.dtype)
-            scores = scores_of(q, k, key, position, start, end, scale, softcap, window, HAS_SOFTCAP, HAS_WINDOW)
+            scores = scores_of(q, k, key, position, start, end, scale, softcap, window, QUERIES == 1, HAS_SOFTCAP, HAS_WINDOW)
             acc, largest, total = fold(acc, largest, total, scores, factor, v)
 
-        if slot < 0:
-            if HAS_SINKS:
-                sink = tl.load(sinks_ptr + head * GROUP + m % GROUP).to(tl.float32) * LOG2E
-                acc, total = add_sink(acc, largest, total, sink)
-            result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
-            head_out = (head * GROUP + m % GROUP)[:, None] * D + dim[None, :]
-            token_out = (row.to(tl.int64) * QUERIES + query)[:, None] * (NUM_KV * GROUP * D)
-            result = tl.where((query < query_len)[:, None], result, 0.0)
-            tl.store(out_ptr + token_out + head_out, result.to(out_ptr.dtype.element_ty), mask=m_ok)
-        else:
-            mine = (slot.to(tl.int64) * NUM_KV + head) * ROWS + m
-            some = tl.where(total > 0.0, total, 1.0)
-            tl.store(partial_ptr + mine[:, None] * D + dim[None, :], acc / some[:, None], mask=m_ok)
-            lse = tl.where(total > 0.0, largest + tl.log2(some), LOWEST)
-            tl.store(lse_ptr + mine[:, None] * D + dim[None, :], tl.broadcast_to(lse[:, None], [BLOCK_M, BLOCK_D]), mask=m_ok)
-            tl.debug_barrier()  # all threads' stores come before the one atomic
-            arrived = tl.atomic_add(arrivals_ptr + row * NUM_KV + head, 1, sem="acq_rel", scope="gpu")
-            if arrived == splits - 1:
-                acc_all, largest_all, total_all = combine(
-                    partial_ptr, lse_ptr, slot - split, splits, head, NUM_KV, ROWS, M_OUT, D, BLOCK_D, AT_ONCE
-                )
-                r = tl.arange(0, M_OUT)[:, None]
-                if HAS_SINKS:
-                    sink = tl.load(sinks_ptr + head * GROUP + r % GROUP + dim[None, :] * 0).to(tl.float32) * LOG2E
-                    top = tl.maximum(largest_all, sink)
-                    acc_all *= tl.exp2(largest_all - top)
-                    total_all = total_all * tl.exp2(largest_all - top) + tl.exp2(sink - top)
-                result = acc_all / tl.where(total_all > 0.0, total_all, 1.0)
-                result = tl.where(r // GROUP < query_len, result, 0.0)
-                place_out = (first_token + r // GROUP) * (NUM_KV * GROUP * D) + (head * GROUP + r % GROUP) * D + dim[None, :]
-                tl.store(out_ptr + place_out, result.to(out_ptr.dtype.element_ty), mask=(r < ROWS) & (dim < D)[None, :])
-                tl.store(arrivals_ptr + row * NUM_KV + head, 0)  # for the next layer
+        finish_unit(
+            acc, largest, total, row, query_len, slot, split, splits, head, out_ptr, arrivals_ptr, partial_ptr, lse_ptr, sinks_ptr,
+            NUM_KV, GROUP, ROWS, D, BLOCK_M, BLOCK_D, M_OUT, AT_ONCE, HAS_SINKS, GPU,
+        )  # fmt: skip
 
 
 def decode_rows(
@@ -313,7 +180,8 @@ def decode_rows(
     block_dim, rows_out = max(16, next_power_of_2(dim)), next_power_of_2(decode.queries * group)
     programs = min(decode.items.shape[0] * num_kv, processors(device) * config.programs)
     q_norm, k_norm, cos_sin, eps = (None, None, None, 0.0) if rotary is None else rotary
-    decode_attention[(programs,)](
+    kernel = decode_stream if config.stream else decode_attention
+    kernel[(programs,)](
         q,
         cache,
         out,
@@ -353,6 +221,7 @@ def decode_rows(
         HAS_SOFTCAP=softcap is not None,
         HAS_WINDOW=work.window is not None,
         HAS_SINKS=sinks is not None,
+        GPU=device.type == "cuda",
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         **launch_options(device),

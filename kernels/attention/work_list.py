@@ -40,7 +40,7 @@ class DecodeConfig:
     """chunk: keys of an item, a multiple of block_keys, which are attended to at a time. programs: per multiprocessor.
 
     fused: rotation and cache write of a row's one new token are part of its attention. hold: where they are not, the first block of keys is
-    in registers before the queries are there.
+    in registers before the queries are there. stream: a program reads the keys of its items without a pause, see `stream.py`.
     """
 
     chunk: int
@@ -50,6 +50,7 @@ class DecodeConfig:
     programs: int
     hold: bool = False
     fused: bool = False
+    stream: bool = False
 
 
 @dataclass(frozen=True)
