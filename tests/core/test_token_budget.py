@@ -27,6 +27,11 @@ def test_tokens_of_a_step(num_decode: int, num_prompts: int, tokens: int) -> Non
     assert TokenBudget(100, None).tokens(num_decode, num_prompts) == 100
 
 
+@pytest.mark.parametrize(("num_decode", "tokens"), [(64, 512), (65, 520), (256, 2048), (1024, 8192), (4096, 16384)])
+def test_more_rows_share_longer_steps_with_prompts(num_decode: int, tokens: int) -> None:
+    assert TokenBudget(16384, 512).tokens(num_decode, 1) == tokens
+
+
 def run(world: World, requests: list[Request], late: Request, after: int) -> list[tuple[int, int]]:
     """Steps until all have finished, as (decoding rows, prompt tokens); `late` comes after some steps."""
     for each in requests:

@@ -86,7 +86,7 @@ GEMVS = [(bn, bk, warps) for bk, warps in ((256, 1), (512, 1), (512, 2), (1024, 
 # bn, bk, warps, stages (1: all weights held), fewest rows
 TILES = [
     (64, 128, 4, 1, 1), (64, 256, 4, 1, 1), (128, 128, 8, 1, 1), (64, 128, 4, 3, 33), (64, 64, 4, 6, 33), (128, 64, 8, 4, 65),
-    (32, 128, 4, 4, 65),
+    (32, 128, 4, 4, 65), (64, 64, 4, 4, 129), (128, 64, 4, 4, 129),
 ]  # fmt: skip
 SPLITS = (1, 2, 4, 6, 8, 12)
 
@@ -112,7 +112,7 @@ def candidates(product: Product, rows: int) -> Iterator[Gemv | Tiles]:
             if bk <= product.inner and 24 <= registers <= 128 and 128 <= product.outputs // bn <= 1100:
                 yield Gemv(bn, bk, warps)
         return
-    for bt in {min(top, max(16, 1 << (rows - 1).bit_length())) for top in (32, 64)}:
+    for bt in {min(top, max(16, 1 << (rows - 1).bit_length())) for top in ((32, 64) if rows <= 128 else (64, 128))}:
         for bn, bk, warps, stages, least in TILES:
             tiles = [Tiles(bt, bn, bk, split, warps, stages) for split in SPLITS if rows >= least]
             yield from (config for config in tiles if fits(config, product, rows))
