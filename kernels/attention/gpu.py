@@ -14,6 +14,7 @@ from modelrunner.kernels.attention.gathered import gathered_attention, gathered_
 from modelrunner.kernels.attention.prefill import prefill_attention, prefill_rows
 from modelrunner.kernels.attention.prefill_list import choose_prefill, gathered_config, prefill_tiles, sort_tiles
 from modelrunner.kernels.attention.rope_write import norm_rotate_write, qkv_rope_write
+from modelrunner.kernels.attention.stream import decode_stream
 from modelrunner.kernels.attention.work_list import (
     AttentionWork,
     attention_index,
@@ -144,11 +145,12 @@ def _decode_build(kind: str, group: int, dim: int, rows: int, queries: int = 1, 
         "HAS_NORM": fused,
     }
     spill = 16 if fused else 0  # outside the loop: A100's compiler prefers them to a lower occupancy
-    return Build(decode_attention, _signature(kind), constants | _PLAIN, config.num_warps, config.num_stages, spill, _STEPS)
+    kernel = decode_stream if config.stream else decode_attention
+    return Build(kernel, _signature(kind), constants | _PLAIN, config.num_warps, config.num_stages, spill, _STEPS)
 
 
-def _prefill_build(kind: str, group: int, dim: int) -> Build:
-    config = choose_prefill(dim, torch.float32 if kind == "fp32" else torch.bfloat16)
+def _prefill_build(kind: str, group: int, dim: int, few: bool = False) -> Build:
+    config = choose_prefill(dim, torch.float32 if kind == "fp32" else torch.bfloat16, few)
     constants = {
         "NUM_KV": 8,
         "GROUP": group,
@@ -225,6 +227,7 @@ BUILDS = [
     _decode_build("fp32", 3, 64, 1),
     *[_prefill_build("bf16", group, dim) for group, dim in ((2, 128), (3, 64), (2, 256))],
     _prefill_build("fp32", 3, 64),
+    *[_prefill_build("bf16", group, dim, few=True) for group, dim in ((2, 128), (3, 64))],
     _qkv_build("bf16", 16, 8, 128, 4, True),
     _qkv_build("bf16", 16, 8, 128, 16, True),
     _qkv_build("fp32", 9, 3, 64, 16, False),

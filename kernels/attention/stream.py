@@ -115,7 +115,7 @@ def decode_stream(
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     largest = tl.full([BLOCK_M], LOWEST, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    if not FUSED:  # what this step computed is among the keys
+    if not FUSED:  # noqa: SIM102 - what this step computed is among the keys
         if PDL:
             gdc_wait()
     for _ in tl.range(blocks):

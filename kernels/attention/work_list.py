@@ -17,12 +17,13 @@ import torch
 import triton
 import triton.language as tl
 
-from modelrunner.kernels.attention.device import next_power_of_2
+from modelrunner.kernels.attention.device import next_power_of_2, processors
 from modelrunner.kernels.attention.index import rows_per_page
 from modelrunner.kernels.attention.prefill_list import (
     ITEM,
     MAX_BLOCK,
     MIXED_ROWS,
+    USUAL_QUERIES,
     PrefillConfig,
     PrefillList,
     choose_gathered,
@@ -214,7 +215,8 @@ def build_work(
     decode = _decode_list(config, shape, query_start, query_len, seq_len, max_seq_len, window, MIXED_ROWS if mixed else 1)
     if mixed:
         bounds = (num_decode, decode_query, num_tokens, max_seq_len, window)
-        prefill = prefill_list(prefill_config or choose_prefill(head_dim, dtype), group, bounds, query_start, query_len, seq_len)
+        few = -(-num_tokens * group // USUAL_QUERIES) * num_kv_heads < processors(cache.device)
+        prefill = prefill_list(prefill_config or choose_prefill(head_dim, dtype, few), group, bounds, query_start, query_len, seq_len)
     return AttentionWork(num_kv_heads, rows_per_page(cache), window, slots, block_table, decode, prefill)
 
 

@@ -31,7 +31,6 @@ OFFLINE = (20, 300, 600, 750, 900)  # steps after which the rows that `offline` 
 OPS = linear.OVERRIDES
 
 
-
 FEW, MANY = (64, 4, 4, 2), (32, 2, 4, 4)  # block_keys, warps, stages, programs a multiprocessor
 ONE = {  # rows: chunk and shape, in one launch
     1: [(64, FEW), (128, FEW)],
