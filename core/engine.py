@@ -27,6 +27,7 @@ from modelrunner.batch import Drain, Plan, Ticket
 from modelrunner.caches import free_arena, restore_arena
 from modelrunner.checkpoint import ModelCard
 from modelrunner.errors import CapacityWarning, EngineError, PluginWarning, RequestError, warn_caller
+from modelrunner.memory_profile import weight_bytes
 from modelrunner.outputs import OutputProcessor
 from modelrunner.page_pool import PagePool
 from modelrunner.request import Prompt, Request, RequestOutput, SamplingParams, make_request, merged_eos
@@ -35,6 +36,7 @@ from modelrunner.scheduler import Scheduler
 from modelrunner.settings import RunnerSettings
 from modelrunner.step_books import Committed
 from modelrunner.text import Tokenizer
+from modelrunner.token_budget import usual_context
 from modelrunner.watch import Watch
 from modelrunner.weights import load_tensors
 
@@ -78,6 +80,7 @@ class Engine:
             max_rows=scheduler.max_rows,
             max_batched_tokens=scheduler.max_batched_tokens,
             max_mixed_tokens=scheduler.max_mixed_tokens,
+            usual_context=usual_context(weight_bytes(parts.state.module), parts.layouts, parts.resolved.page_bytes),
             max_model_len=parts.resolved.max_model_len,
             policy=scheduler.policy,
             chunked_prefill=scheduler.chunked_prefill,

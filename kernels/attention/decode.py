@@ -15,7 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from modelrunner.kernels.attention.device import launch_options, next_power_of_2, processors
 from modelrunner.kernels.attention.stream import decode_stream
 from modelrunner.kernels.attention.tile import LOG2E, LOWEST, fold, pages_of, token_offsets, wait_in_loop
-from modelrunner.kernels.attention.unit import finish_unit, scores_of, start_row
+from modelrunner.kernels.attention.unit import combine_row, scores_of, start_row, store_unit
 from modelrunner.kernels.attention.work_list import AttentionWork
 
 Rotary = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor, float]  # q_norm, k_norm, cos_sin, eps
@@ -64,7 +64,6 @@ def decode_attention(
     HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
-    GPU: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """A persistent program: units (item, key head) pid, pid + programs, ...
@@ -154,10 +153,18 @@ def decode_attention(
             scores = scores_of(q, k, key, position, start, end, scale, softcap, window, QUERIES == 1, HAS_SOFTCAP, HAS_WINDOW)
             acc, largest, total = fold(acc, largest, total, scores, factor, v)
 
-        finish_unit(
-            acc, largest, total, row, query_len, slot, split, splits, head, out_ptr, arrivals_ptr, partial_ptr, lse_ptr, sinks_ptr,
-            NUM_KV, GROUP, ROWS, D, BLOCK_M, BLOCK_D, M_OUT, AT_ONCE, HAS_SINKS, GPU,
+        store_unit(
+            acc, largest, total, row, query_len, slot, head, out_ptr, partial_ptr, lse_ptr, sinks_ptr,
+            NUM_KV, GROUP, ROWS, D, BLOCK_M, BLOCK_D, HAS_SINKS,
         )  # fmt: skip
+        if slot >= 0:
+            tl.debug_barrier()  # all threads' stores come before the one atomic
+            arrived = tl.atomic_add(arrivals_ptr + row * NUM_KV + head, 1, sem="acq_rel", scope="gpu")
+            if arrived == splits - 1:
+                combine_row(
+                    row, query_len, slot - split, splits, head, out_ptr, arrivals_ptr, partial_ptr, lse_ptr, sinks_ptr,
+                    NUM_KV, GROUP, ROWS, D, BLOCK_D, M_OUT, AT_ONCE, HAS_SINKS,
+                )  # fmt: skip
 
 
 def decode_rows(
@@ -221,7 +228,6 @@ def decode_rows(
         HAS_SOFTCAP=softcap is not None,
         HAS_WINDOW=work.window is not None,
         HAS_SINKS=sinks is not None,
-        GPU=device.type == "cuda",
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         **launch_options(device),

@@ -214,7 +214,7 @@ def _list_builds() -> list[Build]:
 
 
 _STEPS = ("q_token", "q_head", "table_row", "page_rows", "cos_sin_token")
-_PLAIN = {"HAS_SOFTCAP": False, "HAS_WINDOW": False, "HAS_SINKS": False, "GPU": True, "PDL": True}
+_PLAIN = {"HAS_SOFTCAP": False, "HAS_WINDOW": False, "HAS_SINKS": False, "PDL": True}
 BUILDS = [
     *[_decode_build("bf16", 2, 128, rows) for rows in (1, 8, 128)],
     *[_decode_build("bf16", 2, 128, rows, fused=True) for rows in (1, 8, 32)],

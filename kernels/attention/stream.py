@@ -11,7 +11,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from modelrunner.kernels.attention.tile import LOG2E, LOWEST, fold, pages_of, token_offsets, wait_in_loop
-from modelrunner.kernels.attention.unit import finish_unit, scores_of, start_row
+from modelrunner.kernels.attention.unit import combine_row, scores_of, start_row, store_unit
 
 UNITS = tl.constexpr(32)  # whose blocks are counted at a time
 
@@ -46,6 +46,38 @@ def count_blocks(items_ptr, units, NUM_KV: tl.constexpr, BLOCK_S: tl.constexpr, 
         _, start, end = keys_of(items_ptr, unit, there, NUM_KV, FUSED)
         blocks += tl.sum(tl.where(there, tl.maximum(tl.cdiv(end - start // BLOCK_S * BLOCK_S, BLOCK_S), 1), 0), 0)
     return blocks
+
+
+@triton.jit
+def combine_units(
+    items_ptr, units, out_ptr, arrivals_ptr, partial_ptr, lse_ptr, sinks_ptr,
+    NUM_KV: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, M_OUT: tl.constexpr,
+    AT_ONCE: tl.constexpr, HAS_SINKS: tl.constexpr,
+):  # fmt: skip
+    """Tell of all of the program's partial results, and write those rows whose last one was among them.
+
+    After the loop, not in it: an atomic that orders other threads' stores waits for all loads that are on their way.
+    """
+    for first in range(0, tl.cdiv(units, tl.num_programs(0)), UNITS):
+        n = first + tl.arange(0, UNITS)
+        unit = own_unit(n)
+        item = items_ptr + unit // NUM_KV * 8
+        row = tl.load(item, mask=unit < units, other=0)
+        splits = tl.load(item + 7, mask=unit < units, other=1)
+        cut = (unit < units) & (splits > 1)
+        if tl.sum(cut.to(tl.int32), 0) > 0:
+            tl.debug_barrier()  # all threads' stores come before the atomics
+            arrived = tl.atomic_add(arrivals_ptr + row * NUM_KV + unit % NUM_KV, 1, mask=cut, sem="acq_rel", scope="gpu")
+            complete = tl.where(cut & (arrived == splits - 1), n, units)
+            for _ in range(tl.sum((complete < units).to(tl.int32), 0)):
+                one = tl.min(complete, 0)
+                complete = tl.where(complete == one, units, complete)
+                done = items_ptr + own_unit(one) // NUM_KV * 8
+                combine_row(
+                    tl.load(done), tl.load(done + 4), tl.load(done + 5) - tl.load(done + 6), tl.load(done + 7), own_unit(one) % NUM_KV,
+                    out_ptr, arrivals_ptr, partial_ptr, lse_ptr, sinks_ptr,
+                    NUM_KV, GROUP, ROWS, D, BLOCK_D, M_OUT, AT_ONCE, HAS_SINKS,
+                )  # fmt: skip
 
 
 @triton.jit
@@ -89,7 +121,6 @@ def decode_stream(
     HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
-    GPU: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Arguments as in `decode_attention`; HOLD is not for this kernel."""
@@ -128,7 +159,8 @@ def decode_stream(
             position = tl.where(query < query_len, seq_len - query_len + query, seq_len - 1)
             if FUSED:
                 if PDL:
-                    wait_in_loop()
+                    if n == 0:
+                        wait_in_loop()
                 q, acc, largest, total = start_row(
                     q_ptr, cache_ptr, q_norm_ptr, k_norm_ptr, cos_sin_ptr, slots_ptr, first_token, head, tl.load(item + 6),
                     tl.load(item + 7), query_len, scale, softcap, eps, q_token, q_head, page_rows, cos_sin_token,
@@ -152,10 +184,9 @@ def decode_stream(
         last = block + BLOCK_S >= end
         if last:
             item = items_ptr + own_unit(n) // NUM_KV * 8
-            finish_unit(
-                acc, largest, total, row, tl.load(item + 4), tl.load(item + 5), tl.load(item + 6), tl.load(item + 7), head,
-                out_ptr, arrivals_ptr, partial_ptr, lse_ptr, sinks_ptr,
-                NUM_KV, GROUP, ROWS, D, BLOCK_M, BLOCK_D, M_OUT, AT_ONCE, HAS_SINKS, GPU,
+            store_unit(
+                acc, largest, total, row, tl.load(item + 4), tl.load(item + 5), head, out_ptr, partial_ptr, lse_ptr, sinks_ptr,
+                NUM_KV, GROUP, ROWS, D, BLOCK_M, BLOCK_D, HAS_SINKS,
             )  # fmt: skip
         row = tl.where(last, next_row, row)
         start = tl.where(last, next_start, start)
@@ -166,3 +197,8 @@ def decode_stream(
         page = pages_of(table_ptr + row.to(tl.int64) * table_row, key, (key >= start) & (key < end), PAGE)
         next_unit = own_unit(n + 1)
         next_row, next_start, next_end = keys_of(items_ptr, next_unit, next_unit < units, NUM_KV, FUSED)
+
+    combine_units(
+        items_ptr, units, out_ptr, arrivals_ptr, partial_ptr, lse_ptr, sinks_ptr,
+        NUM_KV, GROUP, ROWS, D, BLOCK_D, M_OUT, AT_ONCE, HAS_SINKS,
+    )  # fmt: skip

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from modelrunner.kernels.attention.heads import partner_of, rotated, turn_factors
-from modelrunner.kernels.attention.tile import LOG2E, LOWEST, add_sink, capped, matmul, threads_meet
+from modelrunner.kernels.attention.tile import LOG2E, LOWEST, add_sink, capped, matmul
 
 
 @triton.jit
@@ -126,23 +126,22 @@ def start_row(
 
 
 @triton.jit
-def finish_unit(
-    acc, largest, total, row, query_len, slot, split, splits, head, out_ptr, arrivals_ptr, partial_ptr, lse_ptr, sinks_ptr,
+def store_unit(
+    acc, largest, total, row, query_len, slot, head, out_ptr, partial_ptr, lse_ptr, sinks_ptr,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
-    M_OUT: tl.constexpr, AT_ONCE: tl.constexpr, HAS_SINKS: tl.constexpr, GPU: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Write the result of a row's only chunk (slot < 0), or a chunk's partial result; the last chunk to arrive combines them all."""
+    """Write the result of a row's only chunk (slot < 0), or a chunk's partial result."""
     m, dim = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     query = m // GROUP
     m_ok = (m < ROWS)[:, None] & (dim < D)[None, :]
-    first_token = row.to(tl.int64) * (ROWS // GROUP)
     if slot < 0:
         if HAS_SINKS:
             sink = tl.load(sinks_ptr + head * GROUP + m % GROUP).to(tl.float32) * LOG2E
             acc, total = add_sink(acc, largest, total, sink)
         result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
         head_out = (head * GROUP + m % GROUP)[:, None] * D + dim[None, :]
-        token_out = (first_token + query)[:, None] * (NUM_KV * GROUP * D)
+        token_out = (row.to(tl.int64) * (ROWS // GROUP) + query)[:, None] * (NUM_KV * GROUP * D)
         result = tl.where((query < query_len)[:, None], result, 0.0)
         tl.store(out_ptr + token_out + head_out, result.to(out_ptr.dtype.element_ty), mask=m_ok)
     else:
@@ -151,20 +150,25 @@ def finish_unit(
         tl.store(partial_ptr + mine[:, None] * D + dim[None, :], acc / some[:, None], mask=m_ok)
         lse = tl.where(total > 0.0, largest + tl.log2(some), LOWEST)
         tl.store(lse_ptr + mine[:, None] * D + dim[None, :], tl.broadcast_to(lse[:, None], [BLOCK_M, BLOCK_D]), mask=m_ok)
-        threads_meet(GPU)  # all threads' stores come before the one atomic
-        arrived = tl.atomic_add(arrivals_ptr + row * NUM_KV + head, 1, sem="acq_rel", scope="gpu")
-        if arrived == splits - 1:
-            acc_all, largest_all, total_all = combine(
-                partial_ptr, lse_ptr, slot - split, splits, head, NUM_KV, ROWS, M_OUT, D, BLOCK_D, AT_ONCE
-            )
-            r = tl.arange(0, M_OUT)[:, None]
-            if HAS_SINKS:
-                sink = tl.load(sinks_ptr + head * GROUP + r % GROUP + dim[None, :] * 0).to(tl.float32) * LOG2E
-                top = tl.maximum(largest_all, sink)
-                acc_all *= tl.exp2(largest_all - top)
-                total_all = total_all * tl.exp2(largest_all - top) + tl.exp2(sink - top)
-            result = acc_all / tl.where(total_all > 0.0, total_all, 1.0)
-            result = tl.where(r // GROUP < query_len, result, 0.0)
-            place_out = (first_token + r // GROUP) * (NUM_KV * GROUP * D) + (head * GROUP + r % GROUP) * D + dim[None, :]
-            tl.store(out_ptr + place_out, result.to(out_ptr.dtype.element_ty), mask=(r < ROWS) & (dim < D)[None, :])
-            tl.store(arrivals_ptr + row * NUM_KV + head, 0)  # for the next layer
+
+
+@triton.jit
+def combine_row(
+    row, query_len, first_slot, splits, head, out_ptr, arrivals_ptr, partial_ptr, lse_ptr, sinks_ptr,
+    NUM_KV: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, M_OUT: tl.constexpr,
+    AT_ONCE: tl.constexpr, HAS_SINKS: tl.constexpr,
+):  # fmt: skip
+    """Write the result of a row whose chunks have all arrived, for one key head."""
+    acc, largest, total = combine(partial_ptr, lse_ptr, first_slot, splits, head, NUM_KV, ROWS, M_OUT, D, BLOCK_D, AT_ONCE)
+    r, dim = tl.arange(0, M_OUT)[:, None], tl.arange(0, BLOCK_D)[None, :]
+    if HAS_SINKS:
+        sink = tl.load(sinks_ptr + head * GROUP + r % GROUP + dim * 0).to(tl.float32) * LOG2E
+        top = tl.maximum(largest, sink)
+        acc *= tl.exp2(largest - top)
+        total = total * tl.exp2(largest - top) + tl.exp2(sink - top)
+    result = acc / tl.where(total > 0.0, total, 1.0)
+    result = tl.where(r // GROUP < query_len, result, 0.0)
+    token = row.to(tl.int64) * (ROWS // GROUP) + r // GROUP
+    place = token * (NUM_KV * GROUP * D) + (head * GROUP + r % GROUP) * D + dim
+    tl.store(out_ptr + place, result.to(out_ptr.dtype.element_ty), mask=(r < ROWS) & (dim < D))
+    tl.store(arrivals_ptr + row * NUM_KV + head, 0)  # for the next layer
