@@ -33,8 +33,8 @@ class Scheduler:
 
     row_values: plain and seated column values of a request, by column name (a seated column's value is its elements).
     on_admit(row, request, resumed) gives further values, on_remove tells that the request left the row. seats: capacity of each seated
-    column. max_batched_tokens, max_mixed_tokens, usual_context: see `TokenBudget`; the latter two only with chunked prefill. depth: steps in
-    flight at most.
+    column. max_batched_tokens, max_mixed_tokens, usual_context: see `TokenBudget`; the latter two only with chunked prefill. depth: steps
+    in flight at most.
     """
 
     def __init__(

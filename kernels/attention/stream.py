@@ -158,7 +158,7 @@ def decode_stream(
             first_token = row.to(tl.int64) * QUERIES
             position = tl.where(query < query_len, seq_len - query_len + query, seq_len - 1)
             if FUSED:
-                if PDL:
+                if PDL:  # noqa: SIM102 - known when compiled
                     if n == 0:
                         wait_in_loop()
                 q, acc, largest, total = start_row(
