@@ -123,8 +123,9 @@ class SchedulerSettings(Section):
     """Most tokens that one step computes, over all requests."""
 
     max_mixed_tokens: int = Field(default=512, ge=1, le=2**20)
-    """The same for a step in which at least four requests decode for each pending prompt, so that a long prompt does not hold them up; half
-    of it goes to prompts in any case, and without chunked_prefill it has no effect."""
+    """The same for a step in which at least four requests decode for each pending prompt, so that a long prompt does not hold them up. It
+    grows in proportion where these read more than five times the weights' bytes of the cache; half of it goes to prompts in any case, and
+    without chunked_prefill it has no effect."""
 
     policy: Literal["fcfs", "priority"] = "fcfs"
     """Order of admission: fcfs is first come, first served; priority takes the lowest priority number first, then the first come."""
