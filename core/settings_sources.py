@@ -49,6 +49,8 @@ ALIASES: Mapping[str, str] = types.MappingProxyType(
         "device": "device.name",
         "enforce_eager": "graphs.eager",
         "quantization": "linear.scheme",
+        "max_logprobs": "sampler.max_logprobs",
+        "logprobs_mode": "sampler.logprobs_mode",
     }
 )
 

@@ -87,7 +87,7 @@ def _place_listed(logits, listed, count, wanted, base, scale, ids_out, values_ou
 def _place_one_by_one(logits, vocab, wanted, base, scale, ids_out, values_out, WIDE: tl.constexpr):
     """The same from the whole line, a pass for each: where too many tokens are equal for a list."""
     last = tl.full([], 0x7FFFFFFFFFFFFFFF, tl.int64)
-    for place in range(0, wanted):
+    for place in range(wanted):
         best = tl.full([], -0x8000000000000000, tl.int64)
         for start in range(0, vocab, WIDE):
             ids, x = load_chunk(logits, vocab, start, WIDE)

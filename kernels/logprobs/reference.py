@@ -27,9 +27,9 @@ Ranked = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 def token_logprobs(logits: torch.Tensor, chosen: torch.Tensor, rows: torch.Tensor, wanted: torch.Tensor, num_top: int) -> Ranked:
     """Rank and log-prob of a chosen token of each line, and the likeliest tokens with theirs: logits less the log of the sum of their exp.
 
-    logits: [n, V] of any float dtype; -inf is a token that cannot come, whose log-prob is -inf. chosen: [n] int64 in [0, V). rows: [n] int32,
-    of the request table. wanted: [R] int32, how many of the likeliest tokens a row wants, at most `num_top`; a negative number: nothing at
-    all. num_top: at most V.
+    logits: [n, V] of any float dtype; -inf is a token that cannot come, whose log-prob is -inf. chosen: [n] int64 in [0, V).
+    rows: [n] int32, of the request table. wanted: [R] int32, how many of the likeliest tokens a row wants, at most `num_top`; a negative
+    number: nothing at all. num_top: at most V.
     Returns ranks [n] int32, ids [n, 1 + num_top] int32 and logprobs [n, 1 + num_top] float32: the chosen token, then the likeliest. Where
     nothing is wanted: 0, -1 and 0.
     """

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-import torch
-from triton_world import DEVICE, agree, close
+from triton_world import agree
 
 pytest.importorskip("triton")
 from modelrunner.kernels.logprobs import gpu, reference

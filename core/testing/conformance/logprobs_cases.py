@@ -8,7 +8,7 @@ import torch
 
 
 def token_logprobs(ops: Any, draw: Any, lines: int, vocab: int, num_top: int, kind: str) -> Any:
-    """kind: of logits. `normal`; `coarse`, of few different values; `flat`, all equal; `masked`, of which few can come, in one line none."""
+    """kind: `normal` logits; `coarse`, of few different values; `flat`, all equal; `masked`, of which few can come, in one line none."""
     num_top = min(num_top, vocab)
     logits = draw.noise(lines, vocab + 3)[:, :vocab]
     if kind == "coarse":
