@@ -175,9 +175,9 @@ class Turn(_Message):
     ended: list[Ended] = []
     refused: list[Refused] = []
     extra: list[dict[str, Any]] = []
+    done: list[Done] = []
     logprobs: dict[int, Any] = {}
     prompt_logprobs: dict[int, Any] = {}
-    done: list[Done] = []
 
 
 class Failed(_Message):
