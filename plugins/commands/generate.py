@@ -13,8 +13,8 @@ from modelrunner.cli import Command
 from modelrunner.plugins import trace
 
 if TYPE_CHECKING:
-    from modelrunner.plugin_manager import PluginManager
     from modelrunner.logprobs import Logprob
+    from modelrunner.plugin_manager import PluginManager
     from modelrunner.request import RequestOutput, SamplingParams
 
 DEFAULT_MAX_TOKENS = 64
@@ -130,9 +130,7 @@ def show_json(outputs: Sequence[RequestOutput]) -> None:
 
 def entries(found: Mapping[int, Logprob]) -> list[dict[str, Any]]:
     """Log-probs at a position: its own token's first, then those of the likeliest others."""
-    return [
-        {"token_id": token, "token": item.decoded_token, "logprob": item.finite, "rank": item.rank} for token, item in found.items()
-    ]
+    return [{"token_id": token, "token": item.decoded_token, "logprob": item.finite, "rank": item.rank} for token, item in found.items()]
 
 
 def show_text(prompts: Sequence[str | list[int]], outputs: Sequence[RequestOutput], chat: bool, decodes: bool) -> None:

@@ -281,7 +281,7 @@ def test_a_state_that_gives_none_for_prompts_says_so(monkeypatch: pytest.MonkeyP
     driver = driven()
     state = driver.engine.assembly.state
     monkeypatch.setattr(state, "supports", lambda feature: No("it forgets") if feature == "prompt_logprobs" else Yes())
-    with pytest.raises(RequestError, match="^prompt_logprobs: .* gives none: it forgets"):
+    with pytest.raises(RequestError, match=r"^prompt_logprobs: .* gives none: it forgets"):
         driver.add("a", P(5, 1), GREEDY.model_copy(update={"prompt_logprobs": 1}))
     driver.add("a", P(5, 1), GREEDY.model_copy(update={"logprobs": 1}))
     driver.finish()
