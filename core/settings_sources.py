@@ -47,7 +47,8 @@ ALIASES: Mapping[str, str] = types.MappingProxyType(
         "enable_chunked_prefill": "scheduler.chunked_prefill",
         "scheduling_policy": "scheduler.policy",
         "device": "device.name",
-        "enforce_eager": "graphs.eager",
+        "deterministic": "device.deterministic",
+    "enforce_eager": "graphs.eager",
         "quantization": "linear.scheme",
     }
 )
