@@ -167,7 +167,8 @@ def _prefill_build(kind: str, group: int, dim: int, choose: Callable[..., Prefil
         "BLOCK_M": config.block_queries,
         "BLOCK_S": config.block_keys,
     }
-    spill = 16 if dim <= 128 else 320  # outside the loops; outputs of 128 x 256 take half of the registers
+    # Outside the loops; outputs of 128 x 256 take half of the registers. Four warps of the fixed tiles hold more each.
+    spill = 320 if dim > 128 else 64 if choose is fixed_config else 16
     return Build(prefill_attention, _signature(kind), constants | _PLAIN, config.num_warps, config.num_stages, spill, _STEPS)
 
 
