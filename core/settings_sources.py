@@ -48,7 +48,7 @@ ALIASES: Mapping[str, str] = types.MappingProxyType(
         "scheduling_policy": "scheduler.policy",
         "device": "device.name",
         "deterministic": "device.deterministic",
-    "enforce_eager": "graphs.eager",
+        "enforce_eager": "graphs.eager",
         "quantization": "linear.scheme",
     }
 )

@@ -26,7 +26,7 @@ def kernels(register: Register, device: Device) -> None:
         import_module("triton")
     except ImportError as error:  # there is none outside Linux; the plain operations run
         if device.settings.device.deterministic:
-            raise PluginError("device.deterministic is set, but the kernels that it needs are written in Triton, which is missing") from error
+            raise PluginError("device.deterministic is set, but its kernels are written in Triton, which is not there") from error
         return
     for area in AREAS:
         for name, function in overrides(area, device.settings.device.deterministic).items():

@@ -1,4 +1,4 @@
-"""The mode `device.deterministic` on a GPU: a request's bits are the same alone, beside others, in chunks, from the cache and after preemption."""
+"""`device.deterministic` on a GPU: a request has the same bits alone, beside others, in chunks, from the cache, after preemption."""
 
 from __future__ import annotations
 
