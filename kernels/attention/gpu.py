@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
-from modelrunner.kernels.attention.decode import COMBINE_FLOATS, decode_attention, decode_rows
+from modelrunner.kernels.attention.decode import combined_at_once, decode_attention, decode_rows
 from modelrunner.kernels.attention.device import next_power_of_2
+from modelrunner.kernels.attention.fixed import fixed_config, fixed_index, fixed_indexed_attention, fixed_paged_attention
 from modelrunner.kernels.attention.gather import BLOCK, copy_pages, gather_pages
 from modelrunner.kernels.attention.gathered import gathered_attention, gathered_rows
 from modelrunner.kernels.attention.prefill import prefill_attention, prefill_rows
-from modelrunner.kernels.attention.prefill_list import choose_prefill, gathered_config, prefill_tiles, sort_tiles
+from modelrunner.kernels.attention.prefill_list import PrefillConfig, choose_prefill, gathered_config, prefill_tiles, sort_tiles
 from modelrunner.kernels.attention.rope_write import norm_rotate_write, qkv_rope_write
 from modelrunner.kernels.attention.stream import decode_stream
 from modelrunner.kernels.attention.work_list import (
@@ -124,6 +126,13 @@ OVERRIDES: dict[str, Callable[..., Any]] = {
     "qkv_rope_write": qkv_rope_write,
     "qkv_attention": qkv_attention,
 }
+FIXED: dict[str, Callable[..., Any]] = {
+    "attention_index": fixed_index,
+    "indexed_write": indexed_write,
+    "indexed_attention": fixed_indexed_attention,
+    "paged_attention": fixed_paged_attention,
+    "write_cache": write_cache,
+}
 
 
 def _decode_build(kind: str, group: int, dim: int, rows: int, queries: int = 1, fused: bool = False) -> Build:
@@ -139,7 +148,7 @@ def _decode_build(kind: str, group: int, dim: int, rows: int, queries: int = 1, 
         "BLOCK_M": max(16, rows_out),
         "BLOCK_S": config.block_keys,
         "M_OUT": rows_out,
-        "AT_ONCE": max(2, COMBINE_FLOATS // (rows_out * next_power_of_2(dim))),
+        "AT_ONCE": combined_at_once(rows_out, next_power_of_2(dim)),
         "HOLD": config.hold and not fused,
         "R": dim if fused else 0,
         "HAS_NORM": fused,
@@ -149,8 +158,8 @@ def _decode_build(kind: str, group: int, dim: int, rows: int, queries: int = 1, 
     return Build(kernel, _signature(kind), constants | _PLAIN, config.num_warps, config.num_stages, spill, _STEPS)
 
 
-def _prefill_build(kind: str, group: int, dim: int, few: bool = False) -> Build:
-    config = choose_prefill(dim, torch.float32 if kind == "fp32" else torch.bfloat16, few)
+def _prefill_build(kind: str, group: int, dim: int, choose: Callable[..., PrefillConfig] = choose_prefill) -> Build:
+    config = choose(dim, torch.float32 if kind == "fp32" else torch.bfloat16)
     constants = {
         "NUM_KV": 8,
         "GROUP": group,
@@ -161,7 +170,8 @@ def _prefill_build(kind: str, group: int, dim: int, few: bool = False) -> Build:
         "BLOCK_M": config.block_queries,
         "BLOCK_S": config.block_keys,
     }
-    spill = 16 if dim <= 128 else 320  # outside the loops; outputs of 128 x 256 take half of the registers
+    # Outside the loops; outputs of 128 x 256 take half of the registers. Four warps of the fixed tiles hold more each.
+    spill = 320 if dim > 128 else 64 if choose is fixed_config else 16
     return Build(prefill_attention, _signature(kind), constants | _PLAIN, config.num_warps, config.num_stages, spill, _STEPS)
 
 
@@ -221,13 +231,15 @@ BUILDS = [
     _decode_build("bf16", 4, 128, 8, fused=True),
     *[_decode_build("bf16", 3, 64, rows) for rows in (1, 128)],
     _decode_build("bf16", 3, 64, 1, fused=True),
+    _decode_build("bf16", 2, 16, 8, fused=True),
     _decode_build("bf16", 4, 128, 32, queries=4),
     _decode_build("fp16", 2, 256, 32),
     _decode_build("fp16", 2, 256, 32, fused=True),
     _decode_build("fp32", 3, 64, 1),
     *[_prefill_build("bf16", group, dim) for group, dim in ((2, 128), (3, 64), (2, 256))],
     _prefill_build("fp32", 3, 64),
-    *[_prefill_build("bf16", group, dim, few=True) for group, dim in ((2, 128), (3, 64))],
+    *[_prefill_build("bf16", group, dim, partial(choose_prefill, few=True)) for group, dim in ((2, 128), (3, 64))],
+    *[_prefill_build("bf16", group, dim, fixed_config) for group, dim in ((2, 128), (3, 64), (2, 256))],
     _qkv_build("bf16", 16, 8, 128, 4, True),
     _qkv_build("bf16", 16, 8, 128, 16, True),
     _qkv_build("fp32", 9, 3, 64, 16, False),
