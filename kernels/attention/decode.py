@@ -193,7 +193,7 @@ def decode_rows(
     block_dim, rows_out = max(16, next_power_of_2(dim)), next_power_of_2(decode.queries * group)
     programs = min(decode.items.shape[0] * num_kv, processors(device) * config.programs)
     q_norm, k_norm, cos_sin, eps = (None, None, None, 0.0) if rotary is None else rotary
-    kernel = decode_stream if config.stream else decode_attention
+    kernel, options = (decode_stream, {"GPU": device.type == "cuda"}) if config.stream else (decode_attention, {})
     kernel[(programs,)](
         q,
         cache,
@@ -236,5 +236,6 @@ def decode_rows(
         HAS_SINKS=sinks is not None,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        **options,
         **launch_options(device),
     )

@@ -154,8 +154,8 @@ def _decode_build(kind: str, group: int, dim: int, rows: int, queries: int = 1, 
         "HAS_NORM": fused,
     }
     spill = 16 if fused else 0  # outside the loop: A100's compiler prefers them to a lower occupancy
-    kernel = decode_stream if config.stream else decode_attention
-    return Build(kernel, _signature(kind), constants | _PLAIN, config.num_warps, config.num_stages, spill, _STEPS)
+    kernel, options = (decode_stream, {"GPU": True}) if config.stream else (decode_attention, {})
+    return Build(kernel, _signature(kind), constants | options | _PLAIN, config.num_warps, config.num_stages, spill, _STEPS)
 
 
 def _prefill_build(kind: str, group: int, dim: int, choose: Callable[..., PrefillConfig] = choose_prefill) -> Build:
@@ -226,7 +226,7 @@ def _list_builds() -> list[Build]:
 _STEPS = ("q_token", "q_head", "table_row", "page_rows", "cos_sin_token")
 _PLAIN = {"HAS_SOFTCAP": False, "HAS_WINDOW": False, "HAS_SINKS": False, "PDL": True}
 BUILDS = [
-    *[_decode_build("bf16", 2, 128, rows) for rows in (1, 8, 128)],
+    *[_decode_build("bf16", 2, 128, rows) for rows in (1, 8, 128, 1024)],
     *[_decode_build("bf16", 2, 128, rows, fused=True) for rows in (1, 8, 32)],
     _decode_build("bf16", 4, 128, 8, fused=True),
     *[_decode_build("bf16", 3, 64, rows) for rows in (1, 128)],

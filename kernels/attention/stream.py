@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from modelrunner.kernels.attention.tile import LOG2E, LOWEST, fold, pages_of, token_offsets, wait_in_loop
+from modelrunner.kernels.attention.tile import LOG2E, LOWEST, fold, pages_of, threads_meet, token_offsets, wait_in_loop
 from modelrunner.kernels.attention.unit import combine_row, scores_of, start_row, store_unit
 
 UNITS = tl.constexpr(32)  # whose blocks are counted at a time
@@ -46,38 +46,6 @@ def count_blocks(items_ptr, units, NUM_KV: tl.constexpr, BLOCK_S: tl.constexpr, 
         _, start, end = keys_of(items_ptr, unit, there, NUM_KV, FUSED)
         blocks += tl.sum(tl.where(there, tl.maximum(tl.cdiv(end - start // BLOCK_S * BLOCK_S, BLOCK_S), 1), 0), 0)
     return blocks
-
-
-@triton.jit
-def combine_units(
-    items_ptr, units, out_ptr, arrivals_ptr, partial_ptr, lse_ptr, sinks_ptr,
-    NUM_KV: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, M_OUT: tl.constexpr,
-    AT_ONCE: tl.constexpr, HAS_SINKS: tl.constexpr,
-):  # fmt: skip
-    """Tell of all of the program's partial results, and write those rows whose last one was among them.
-
-    After the loop, not in it: an atomic that orders other threads' stores waits for all loads that are on their way.
-    """
-    for first in range(0, tl.cdiv(units, tl.num_programs(0)), UNITS):
-        n = first + tl.arange(0, UNITS)
-        unit = own_unit(n)
-        item = items_ptr + unit // NUM_KV * 8
-        row = tl.load(item, mask=unit < units, other=0)
-        splits = tl.load(item + 7, mask=unit < units, other=1)
-        cut = (unit < units) & (splits > 1)
-        if tl.sum(cut.to(tl.int32), 0) > 0:
-            tl.debug_barrier()  # all threads' stores come before the atomics
-            arrived = tl.atomic_add(arrivals_ptr + row * NUM_KV + unit % NUM_KV, 1, mask=cut, sem="acq_rel", scope="gpu")
-            complete = tl.where(cut & (arrived == splits - 1), n, units)
-            for _ in range(tl.sum((complete < units).to(tl.int32), 0)):
-                one = tl.min(complete, 0)
-                complete = tl.where(complete == one, units, complete)
-                done = items_ptr + own_unit(one) // NUM_KV * 8
-                combine_row(
-                    tl.load(done), tl.load(done + 4), tl.load(done + 5) - tl.load(done + 6), tl.load(done + 7), own_unit(one) % NUM_KV,
-                    out_ptr, arrivals_ptr, partial_ptr, lse_ptr, sinks_ptr,
-                    NUM_KV, GROUP, ROWS, D, BLOCK_D, M_OUT, AT_ONCE, HAS_SINKS,
-                )  # fmt: skip
 
 
 @triton.jit
@@ -121,9 +89,14 @@ def decode_stream(
     HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    GPU: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Arguments as in `decode_attention`; HOLD is not for this kernel."""
+    """Arguments as in `decode_attention`; HOLD means nothing here. GPU: False in the interpreter.
+
+    Partial results are told of and combined as units end. Doing that after the loop, so that no atomic is in it, is slower: what is left to
+    combine then has no loads beside it.
+    """
     if PDL:
         gdc_launch_dependents()
     TOKEN: tl.constexpr = 2 * NUM_KV * D
@@ -184,10 +157,22 @@ def decode_stream(
         last = block + BLOCK_S >= end
         if last:
             item = items_ptr + own_unit(n) // NUM_KV * 8
+            query_len = tl.load(item + 4)
+            slot = tl.load(item + 5)
+            split = tl.load(item + 6)
+            splits = tl.load(item + 7)
             store_unit(
-                acc, largest, total, row, tl.load(item + 4), tl.load(item + 5), head, out_ptr, partial_ptr, lse_ptr, sinks_ptr,
+                acc, largest, total, row, query_len, slot, head, out_ptr, partial_ptr, lse_ptr, sinks_ptr,
                 NUM_KV, GROUP, ROWS, D, BLOCK_M, BLOCK_D, HAS_SINKS,
             )  # fmt: skip
+            if slot >= 0:
+                threads_meet(GPU)  # all threads' stores come before the one atomic
+                arrived = tl.atomic_add(arrivals_ptr + row * NUM_KV + head, 1, sem="acq_rel", scope="gpu")
+                if arrived == splits - 1:
+                    combine_row(
+                        row, query_len, slot - split, splits, head, out_ptr, arrivals_ptr, partial_ptr, lse_ptr, sinks_ptr,
+                        NUM_KV, GROUP, ROWS, D, BLOCK_D, M_OUT, AT_ONCE, HAS_SINKS,
+                    )  # fmt: skip
         row = tl.where(last, next_row, row)
         start = tl.where(last, next_start, start)
         end = tl.where(last, next_end, end)
@@ -197,8 +182,3 @@ def decode_stream(
         page = pages_of(table_ptr + row.to(tl.int64) * table_row, key, (key >= start) & (key < end), PAGE)
         next_unit = own_unit(n + 1)
         next_row, next_start, next_end = keys_of(items_ptr, next_unit, next_unit < units, NUM_KV, FUSED)
-
-    combine_units(
-        items_ptr, units, out_ptr, arrivals_ptr, partial_ptr, lse_ptr, sinks_ptr,
-        NUM_KV, GROUP, ROWS, D, BLOCK_D, M_OUT, AT_ONCE, HAS_SINKS,
-    )  # fmt: skip

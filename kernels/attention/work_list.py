@@ -228,8 +228,10 @@ def choose_decode(num_rows: int, head_dim: int, dtype: torch.dtype) -> DecodeCon
     """
     if dtype == torch.float32:
         return DecodeConfig(chunk=128, block_keys=32, num_warps=4, num_stages=2, programs=2)
+    if num_rows > 512:  # many units a program, which by themselves do not all end at once
+        return DecodeConfig(chunk=1024, block_keys=32, num_warps=2, num_stages=4, programs=4)
     if num_rows > 32:
-        return DecodeConfig(chunk=1024, block_keys=32, num_warps=2, num_stages=4, programs=4, stream=True)
+        return DecodeConfig(chunk=1024, block_keys=32, num_warps=2, num_stages=3, programs=4, stream=True)
     chunk = 64 if num_rows <= 2 else 128 if num_rows <= 4 else 256 if num_rows <= 8 else 384 if num_rows <= 16 else 1024
     stages = 2 if num_rows <= 2 else 3 if num_rows <= 8 else 4
     return DecodeConfig(chunk, 32 if head_dim > 128 else 64, 4, stages, programs=2, hold=num_rows <= 4, fused=True)

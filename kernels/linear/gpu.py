@@ -13,7 +13,7 @@ from modelrunner.kernels.linear.fixed import SUM_BLOCK as FIXED_SUM_BLOCK
 from modelrunner.kernels.linear.fixed import fixed_int8_matmul, fixed_kernel, fixed_matmul, fixed_sum_kernel, fixed_tiles
 from modelrunner.kernels.linear.gemv import gemv_kernel
 from modelrunner.kernels.linear.launch import SUM_BLOCK
-from modelrunner.kernels.linear.plan import Gemv, plan
+from modelrunner.kernels.linear.plan import Gemv, added, plan
 from modelrunner.kernels.linear.products import int8_matmul, matmul, matmul_add, norm_gated_matmul, norm_matmul
 from modelrunner.kernels.linear.tiles import sum_kernel, tile_kernel
 
@@ -33,7 +33,10 @@ _DIVISIBLE = ("N", "x_stride", "residual_stride")
 def builds(kind: str, rows: int, outputs: int, inner: int, dtype: str = "bf16") -> list[Build]:
     """What one product launches. kind: "plain", "norm", "add", "gated" (with a norm) or "int8"."""
     act = SILU if kind == "gated" else 0
-    tiles = plan(rows, outputs, inner, 16 if dtype != "fp32" else 32, act != 0, kind in ("norm", "gated"), dtype == "fp16")
+    bits = 16 if dtype != "fp32" else 32
+    tiles = plan(rows, outputs, inner, bits, act != 0, kind in ("norm", "gated"), dtype == "fp16")
+    if tiles is None and kind == "add":
+        tiles = added(rows, outputs, inner, bits)
     if tiles is None:
         return []
     given = {"x_ptr": dtype, "w_ptr": "i8" if kind == "int8" else dtype, "out_ptr": dtype}
@@ -66,7 +69,7 @@ def builds(kind: str, rows: int, outputs: int, inner: int, dtype: str = "bf16") 
 
 BUILDS: list[Build] = [
     build
-    for rows in (1, 4, 16, 32, 64, 128)
+    for rows in (1, 4, 16, 32, 64, 128, 192, 256)
     for kind, outputs, inner in [
         ("norm", 4096, 1024),  # Qwen3-0.6B: qkv, o, gate and up, down, head
         ("add", 1024, 2048),

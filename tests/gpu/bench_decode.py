@@ -41,17 +41,15 @@ ONE = {  # rows: chunk and shape, in one launch
     24: [(384, FEW), (512, FEW), (1024, FEW), (512, MANY), (1024, MANY)],
     32: [(384, FEW), (640, FEW), (1024, FEW)],
 }
-STREAMS = [(chunk, MANY) for chunk in (256, 512, 1024, 2048)]  # chunk and shape, for 8 rows and more
-SHAPES = [(32, 2, 3, 4), (16, 1, 4, 6), (16, 1, 3, 9), (16, 2, 6, 4), (32, 1, 4, 4), FEW]  # of streams in two launches
+STREAMS = [(chunk, 32, 2, stages, 4) for chunk in (512, 1024, 2048) for stages in (3, 4)]  # chunk and shape, for 8 rows and more
 
 
 def configs(rows: int) -> list[DecodeConfig]:
     """To compare; those of two launches are fused=False."""
     found = [DecodeConfig(chunk, *shape, fused=True) for chunk, shape in ONE.get(rows, [])]
     if rows >= 8:
-        found += [DecodeConfig(chunk, *shape, fused=fused, stream=True) for fused in (False, True) for chunk, shape in STREAMS]
-        found += [DecodeConfig(512, *shape, stream=True) for shape in SHAPES]
-        found += [DecodeConfig(1024, *MANY)]
+        found += [DecodeConfig(*shape, stream=True) for shape in STREAMS]
+        found += [DecodeConfig(1024, *MANY), DecodeConfig(1024, 32, 2, 3, 4), DecodeConfig(1024, 32, 2, 3, 4, fused=True, stream=True)]
     return found
 
 
