@@ -9,7 +9,7 @@ from modelrunner.model_state import FullAttention
 from modelrunner.page_pool import GroupLayout
 
 CROWD = 4  # decoding rows for each pending prompt, from which on a step is kept short
-READS = 5  # times the weights' bytes that decoding rows may read of the cache before prompts beside them get more tokens
+READS = 6  # times the weights' bytes that decoding rows may read of the cache before prompts beside them get more tokens
 
 
 @dataclass(frozen=True)

@@ -37,11 +37,11 @@ def test_rows_that_read_much_share_longer_steps_with_prompts(cached: int, tokens
 
 
 def test_what_a_model_usually_reads() -> None:
-    """Five times its weights, of the groups that see all tokens: 2 layers of 2 x 4 x 8 elements of 2 bytes, 256 bytes a token."""
+    """Six times its weights, of the groups that see all tokens: 2 layers of 2 x 4 x 8 elements of 2 bytes, 256 bytes a token."""
     full = FullAttention(name="full", layers=(0, 1), num_heads=4, num_kv_heads=4, head_dim=8, scale=1.0)
     window = SlidingWindow(name="near", layers=(2, 3), num_heads=4, num_kv_heads=4, head_dim=8, scale=1.0, window_size=16)
     page_bytes, layouts = page_layout([full, window], 16, itemsize=2)
-    assert usual_context(25_600, layouts, page_bytes) == 500
+    assert usual_context(25_600, layouts, page_bytes) == 600
     assert usual_context(25_600, layouts[1:], page_bytes) is None
     assert usual_context(1, layouts, page_bytes) == 1
 
