@@ -181,8 +181,8 @@ def attention_backend(choose: Chooser, layout: GroupLayout, device: Device, scal
     chosen: type[AttentionBackend] = choose("attention_backend", group=layout.group, device=device, settings=choose.settings)
     if layout.group.name in scales.by_group and not chosen.takes_scales:
         raise PluginError(
-            f"cache.dtype is {choose.settings.cache.dtype!r}, but attention_backend {choose.chosen['attention_backend']} applies no scales to "
-            f"what it keeps (its class {chosen.__name__} has takes_scales = False). Set cache.dtype=auto, or pin.attention_backend=paged"
+            f"cache.dtype is {choose.settings.cache.dtype!r}, but attention_backend {choose.chosen['attention_backend']} applies no scales "
+            f"(its class {chosen.__name__} has takes_scales = False). Set cache.dtype=auto, or pin.attention_backend=paged"
         )
     return chosen
 
@@ -248,11 +248,10 @@ def checked_needs(state: ModelState, card: ModelCard, settings: RunnerSettings) 
 
 def cache_type(settings: RunnerSettings, dtype: torch.dtype) -> torch.dtype:
     """The type of keys and values in the cache. dtype: of activations. Raises SettingsError for scales that this type does not take."""
-    if settings.cache.scales is not None and settings.cache.dtype != "float8_e4m3fn":
-        raise SettingsError(
-            f"cache.scales is {settings.cache.scales!r}, but cache.dtype is {settings.cache.dtype!r}; scales need float8_e4m3fn"
-        )
-    return dtype if settings.cache.dtype == "auto" else CACHE_DTYPES[settings.cache.dtype]
+    name, scales = settings.cache.dtype, settings.cache.scales
+    if scales is not None and name != "float8_e4m3fn":
+        raise SettingsError(f"cache.scales is {scales!r}, but cache.dtype is {name!r}; scales are for float8_e4m3fn")
+    return dtype if name == "auto" else CACHE_DTYPES[name]
 
 
 def pages_of(needs: Needs, settings: RunnerSettings, dtype: torch.dtype) -> tuple[int, list[GroupLayout]]:

@@ -1,7 +1,7 @@
 """Scales of keys and values that the cache keeps in 8 bits: the memory that attention reads them from, and where they come from.
 
-A key or value head is kept divided by its scale. A floating-point type of 8 bits is as exact at one scale as at another, but it only reaches
-from 2 ** -9 to 448: scales move that range to where a layer's keys and values are.
+A key or value head is kept divided by its scale. A floating-point type of 8 bits is as exact at one scale as at another, but it reaches only
+from 2 ** -9 to 448; scales move that range to where a head's numbers are.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class CacheScales:
         self.store()
 
     def named(self) -> Mapping[str, torch.Tensor]:
-        """The scales as a checkpoint would have them, `model.layers.0.self_attn.k_scale` and so on: [num_kv_heads] float32 in the host's memory."""
+        """The scales by the names of a checkpoint, `model.layers.0.self_attn.k_scale` and so on: [num_kv_heads] float32, on the host."""
         names = {}
         for layer, (view, *_) in sorted(self._layers.items()):
             for part, letter in enumerate("kv"):

@@ -51,8 +51,8 @@ def check_budget(device: Device, budget: int, page_bytes: int) -> None:
 
 @dataclass(frozen=True)
 class CacheMaker:
-    """What a cache is made from. dtype: of queries. cache_dtype: of what is stored, with `scales` where it has 8 bits. backends: class of each
-    group's backend."""
+    """What a cache is made from. dtype: of queries. cache_dtype: of what is stored. backends: class of each group's backend. scales: of what
+    has 8 bits."""
 
     device: Device
     ops: Ops

@@ -11,8 +11,8 @@ from modelrunner.page_pool import GroupLayout
 
 
 def stored_type(group: CacheGroup, cache_dtype: torch.dtype, dtype: torch.dtype | None = None) -> torch.dtype:
-    """Type of what a group keeps: its own, else the cache's. 8 bits need scales, which attention applies: other groups then get `dtype`, the
-    model's (default: the cache's)."""
+    """Type of what a group keeps: its own, else the cache's. 8 bits need scales, which attention applies: groups of another kind then get
+    `dtype`, the model's (default: the cache's)."""
     own = group.cache_dtype()
     if own is not None:
         return own

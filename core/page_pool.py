@@ -50,10 +50,11 @@ class GroupLayout:
 def page_layout(groups: Sequence[CacheGroup], page_size: int, itemsize: int | Mapping[str, int]) -> tuple[int, list[GroupLayout]]:
     """Share pages of equal bytes between groups: (bytes of a page, layouts in the order of `groups`).
 
-    itemsize: bytes of an element, for each group by name, or one number for those that do not choose their own type. A page holds `page_size` tokens of the group with the most
-    bytes per token, or the one fixed amount of a group that keeps such (`CacheGroup.page_tokens`), if that is more. The groups that keep
-    something by the token get as many whole multiples of `page_size` as fit into these bytes, so that prefixes which all groups can serve
-    stay frequent. Pages lie a whole number of each such group's tokens of a layer apart, so that operations can see the memory as tokens.
+    itemsize: bytes of an element, for each group by name, or one number for those that do not choose their own type. A page holds
+    `page_size` tokens of the group with the most bytes per token, or the one fixed amount of a group that keeps such
+    (`CacheGroup.page_tokens`), if that is more. The groups that keep something by the token get as many whole multiples of `page_size` as
+    fit into these bytes, so that prefixes which all groups can serve stay frequent. Pages lie a whole number of each such group's tokens of
+    a layer apart, so that operations can see the memory as tokens.
     """
     if not groups:
         return page_size, []

@@ -108,7 +108,8 @@ class CacheSettings(Section):
     """Type of the cached keys and values; auto is the model's type, fp8 is short for float8_e4m3fn, which takes scales."""
 
     scales: str | None = None
-    """File of scales for a cache of float8_e4m3fn, as `LLM.calibrate_cache` gives them; none takes the checkpoint's, or 1 where it has none."""
+    """Safetensors file of the scales of a float8_e4m3fn cache, as `LLM.calibrate_cache` gives them; none takes the checkpoint's, and 1 where
+    that has none."""
 
     num_pages: int | None = Field(default=None, ge=1, lt=2**31)
     """Pages in the cache; none works the number out from memory_bytes or memory_fraction."""

@@ -157,8 +157,8 @@ def load_weights(
     progress: bool | None = None,
     through: Callable[[Iterable[tuple[str, torch.Tensor]]], Iterable[tuple[str, torch.Tensor]]] = iter,
 ) -> None:
-    """Fill `module` from `reader`, or with seeded noise for a `dummy` checkpoint. through: what the reader's tensors go through, to take out
-    those that are not for the module. Raises CheckpointError, see `load_tensors`."""
+    """Fill `module` from `reader`, or with seeded noise for a `dummy` checkpoint. through: what the reader's tensors go through, which may
+    take out some that are not for the module. Raises CheckpointError, see `load_tensors`."""
     if isinstance(reader, DummyReader):
         fill_dummy(module, seed)
     else:
