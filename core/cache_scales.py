@@ -1,7 +1,7 @@
 """Scales of keys and values that the cache keeps in 8 bits: the memory that attention reads them from, and where they come from.
 
-A key or value head is kept divided by its scale. A floating-point type of 8 bits is as exact at one scale as at another, but it reaches only
-from 2 ** -9 to 448; scales move that range to where a head's numbers are.
+A key or value head is kept divided by its scale. A floating-point type of 8 bits is as exact at one scale as at another, but it only has
+numbers from 2 ** -9 to 448; scales move that range to where a head's are.
 """
 
 from __future__ import annotations

@@ -51,8 +51,8 @@ def check_budget(device: Device, budget: int, page_bytes: int) -> None:
 
 @dataclass(frozen=True)
 class CacheMaker:
-    """What a cache is made from. dtype: of queries. cache_dtype: of what is stored. backends: class of each group's backend. scales: of what
-    has 8 bits."""
+    """What a cache is made from. dtype: of queries. cache_dtype: of what is stored. backends: class of each group's backend. scales: where
+    that has 8 bits."""
 
     device: Device
     ops: Ops

@@ -289,8 +289,8 @@ class Engine:
 
         tensors: every tensor of a checkpoint under its checkpoint name, one at a time, on any device. version: name of these weights, for
         `RequestOutput.weight_version`; None for the number of updates so far. A running request keeps its tokens, and what the cache holds
-        of it is computed again, so that each later token comes from one version of the weights. Cached prefixes are forgotten. The scales of
-        a cache in 8 bits are replaced by those among the tensors, and else stay.
+        of it is computed again, so that each later token comes from one version of the weights. Cached prefixes are forgotten. Scales of a
+        cache in 8 bits are replaced by those among the tensors, and else stay.
         Outputs collected on the way come from the next `step`.
 
         Raises CheckpointError when the tensors do not fit (see `weights.load_tensors`). When some had been stored by then, the weights are

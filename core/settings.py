@@ -108,7 +108,7 @@ class CacheSettings(Section):
     """Type of the cached keys and values; auto is the model's type, fp8 is short for float8_e4m3fn, which takes scales."""
 
     scales: str | None = None
-    """Safetensors file of the scales of a float8_e4m3fn cache, as `LLM.calibrate_cache` gives them; none takes the checkpoint's, and 1 where
+    """Safetensors file of the scales of a float8_e4m3fn cache, as `LLM.calibrate_cache` gives them; none takes the checkpoint's, or 1 if
     that has none."""
 
     num_pages: int | None = Field(default=None, ge=1, lt=2**31)
