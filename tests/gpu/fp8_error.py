@@ -1,7 +1,7 @@
 """How far attention and logits are from those of a cache in bfloat16 when it is in float8_e4m3fn: `python3 -P tests/gpu/fp8_error.py`.
 
-Random queries, keys and values of the shapes of Qwen3-0.6B, and that model with random weights, where nothing makes up for errors as training
-does. `--dry`: tiny, on a CPU.
+Random queries, keys and values of the shapes of Qwen3-0.6B, and that model with random weights, which nobody trained to bear errors.
+`--dry`: tiny, on a CPU.
 """
 
 from __future__ import annotations
