@@ -32,9 +32,8 @@ GROUP = FullAttention("full", (0, 1), 4, 2, 16, 0.25)
 
 
 def start(model: Path | None = None, *plugins: object, dtype: str = "fp8", **settings: Any) -> LLM:
-    return LLM(
-        str(model or tiny_dense()), plugins=[ByteTokenizerPlugin(), *plugins], kv_cache_dtype=dtype, num_gpu_blocks_override=32, **settings
-    )
+    settings |= {"cache.dtype": dtype, "cache.num_pages": 32}
+    return LLM(str(model or tiny_dense()), plugins=[ByteTokenizerPlugin(), *plugins], **settings)
 
 
 def tokens(llm: LLM) -> list[list[int]]:

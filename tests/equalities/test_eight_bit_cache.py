@@ -1,7 +1,7 @@
 """With keys and values in 8 bits too, depth, graphs, chunks, company, the prefix cache and preemption change no token.
 
-A key or value is read as it is kept, by its own step as well, so there is one number to agree on. The sums before it is rounded may differ in
-their last bits, and then, once in some hundred thousand numbers, it is rounded the other way; these requests are none in which that matters.
+A key or value is read as it is kept, by its own step too, so there is one number to agree on. The sums before it is rounded may differ in
+their last bits, and then, once in some hundred thousand numbers, it is rounded the other way; in these requests that changes nothing.
 """
 
 from __future__ import annotations
