@@ -53,6 +53,7 @@ class FlashAttention3(PagedAttention):
     """Steps of decode rows alone are those of `PagedAttention`, and are captured. Needs the package fa3-fwd."""
 
     takes_scales = False
+    deterministic = False
 
     def __init__(self, group: FullAttention, cache: torch.Tensor, ops: Ops, dtype: torch.dtype) -> None:
         super().__init__(group, cache, ops, dtype)

@@ -20,6 +20,7 @@ class PagedAttention(AttentionBackend):
     """Works out once a step where queries, keys and values lie (`attention_index`), then writes and attends a layer at a time."""
 
     takes_scales = True
+    deterministic = True
 
     def begin(self, meta: AttentionMeta) -> Step:
         group = self.group
