@@ -14,7 +14,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from modelrunner.kernels.attention.device import launch_options, next_power_of_2, processors
 from modelrunner.kernels.attention.heads import partner_of, rotated, turn_factors
-from modelrunner.kernels.attention.scaled import HALF_QUERY, factors, head_scales, in_half, stored
+from modelrunner.kernels.attention.scaled import HALF_QUERY, factors, head_scales, in_half, stored, values
 from modelrunner.kernels.attention.tile import LOG2E, LOWEST, add_sink, capped, fold, matmul, pages_of, token_offsets, wait_in_loop
 from modelrunner.kernels.attention.work_list import AttentionWork
 
@@ -264,7 +264,7 @@ def decode_attention(
             page = pages_of(table, key + BLOCK_S, key + BLOCK_S < end, PAGE)
             there = there[:, None] if D == BLOCK_D else there[:, None] & (dim < D)[None, :]
             k = tl.load(k_base + place, mask=there, other=0.0).to(q.dtype)
-            v = tl.load(v_base + place, mask=there, other=0.0).to(q.dtype)
+            v = values(tl.load(v_base + place, mask=there, other=0.0), q.dtype, IN_HALF)
             scores = scores_of(q, k, key, position, start, end, product_scale, softcap, window, HAS_SOFTCAP, HAS_WINDOW)
             acc, largest, total = fold(acc, largest, total, scores, factor, v)
 

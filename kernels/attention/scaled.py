@@ -44,3 +44,19 @@ def head_scales(scales_ptr, head, scale, NUM_KV: tl.constexpr, HAS_SCALES: tl.co
         k_scale = tl.load(scales_ptr + head)
         v_scale = tl.load(scales_ptr + NUM_KV + head)
     return scale * k_scale, k_scale, v_scale
+
+
+@triton.jit
+def values(v, TYPE: tl.constexpr, IN_HALF: tl.constexpr):
+    """Values [S, D] as the second factor of a product.
+
+    That wants neighbours along S, which are far apart. Of 16 bits there are instructions that transpose while they load from shared memory,
+    of 8 bits there are none, and a compiler that sees through the conversion loads each number by itself.
+    """
+    if IN_HALF:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }",
+            "=r,=r,r", [v], dtype=tl.float16, is_pure=False, pack=4,
+        )  # fmt: skip
+    else:
+        return v.to(TYPE)
