@@ -12,7 +12,7 @@ from modelrunner.errors import PluginError
 from modelrunner.model_state import CacheGroup, FullAttention
 
 if TYPE_CHECKING:
-    from modelrunner.batch import Batch
+    from modelrunner.batch import Batch, Prompts
     from modelrunner.ops import Ops
 
 V = TypeVar("V")
@@ -25,6 +25,8 @@ class AttentionMeta:
     query_start [N+1], query_len [N], seq_len [N] int32; token_row [T], positions [T] int64; slots [T] int64 (-1: do not write);
     block_table [N, pages] int32. The first `num_decode` rows have exactly `decode_query` query slots each; it is 0 in a captured step with
     prompts, which serves any number of such rows. captured: the step is made for a graph, which runs it again with other contents.
+    prompts: exact lengths, on the host, of the rows after those (not of padding); None where only the device has them: in a step made for a
+    graph or at start-up. Lengths of decode rows depend on what earlier steps sampled, so the host bounds them alone, by max_seq_len.
     """
 
     num_rows: int
@@ -41,6 +43,7 @@ class AttentionMeta:
     slots: torch.Tensor
     block_table: torch.Tensor
     captured: bool = False
+    prompts: Prompts | None = None
 
 
 @dataclass(frozen=True)
@@ -74,13 +77,15 @@ def attention_meta(group: CacheGroup, batch: Batch, captured: bool = False) -> A
         slots=batch.slots[group.name],
         block_table=batch.block_tables[group.name],
         captured=captured,
+        prompts=batch.prompts,
     )
 
 
 class AttentionBackend(ABC):
     """Runs attention over one cache group. One instance per group and engine.
 
-    needs_host_lengths: it cannot work from device lengths alone. capturable: its calls may be captured into a graph.
+    needs_host_lengths: it cannot work from device lengths alone, so no step is captured. One that only makes use of
+    `AttentionMeta.prompts` where they are needs none. capturable: its calls may be captured into a graph.
     """
 
     needs_host_lengths: bool = False

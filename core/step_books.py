@@ -88,7 +88,8 @@ class Draft:
         if not rows.size:
             return None
         num_query = np.concatenate([counts for _, counts in self.chunks])
-        max_seq_len = int(table.computed_upper[rows].max())
+        lengths = table.computed_upper[rows]
+        max_seq_len = int(lengths.max())
         return Plan(
             step=step,
             rows=rows,
@@ -101,6 +102,7 @@ class Draft:
             max_seq_len=max_seq_len,
             table_pages=tuple(t.layout.pages_for(max_seq_len) for t in table.tables),
             features=Feature(int(np.bitwise_or.reduce(table.features[rows]))),
+            prompt_lengths=lengths[self.num_decode :],
         )
 
 
