@@ -47,12 +47,11 @@ class FlashAttention3(SplitAttention):
 
     def begin_prompts(self, meta: AttentionMeta) -> Prompts | None:
         """Where the queries and keys of the prompts lie; None if their keys may need too much memory."""
-        first = meta.num_decode
-        num_rows, page = meta.num_rows - first, self.cache.shape[2]
-        row_tokens = -(-meta.max_seq_len // page) * page + GAP
-        token_bytes = self.cache[0, 0, 0].numel() * self.cache.element_size()
-        if num_rows * row_tokens * token_bytes > SCRATCH_BYTES:
+        longest, tokens = self._keys(meta)
+        token_shape = self.cache.shape[3:]
+        if tokens * token_shape.numel() * self.cache.element_size() > SCRATCH_BYTES:
             return None
+        first, page = meta.num_decode, self.cache.shape[2]
         query_start = torch.cat((meta.query_start[first:], meta.query_start.new_full((1,), meta.num_tokens)))
         query_len, seq_len = meta.query_len[first:], meta.seq_len[first:]
         # Query tokens that are not there stand behind the others, so the last of them sees as many keys more.
@@ -60,9 +59,17 @@ class FlashAttention3(SplitAttention):
         num_keys = torch.cat((torch.where(query_len > 0, seq_len + unused, 0), seq_len.new_zeros(1)))
         room = (num_keys + (page - 1)) // page * page + GAP
         key_start = torch.cat((room.new_zeros(1), room.cumsum(0, dtype=torch.int32)))
-        shape = (num_rows * row_tokens + GAP, *self.cache.shape[3:])
-        kv = torch.empty(shape, dtype=self.cache.dtype, device=self.cache.device)
-        return Prompts(meta.block_table[first:], seq_len, query_start, key_start, num_keys, kv, meta.max_query, meta.max_seq_len)
+        kv = torch.empty((tokens, *token_shape), dtype=self.cache.dtype, device=self.cache.device)
+        return Prompts(meta.block_table[first:], seq_len, query_start, key_start, num_keys, kv, meta.max_query, longest)
+
+    def _keys(self, meta: AttentionMeta) -> tuple[int, int]:
+        """Bounds of a prompt's keys, and of the room that those of all prompts take: exact where the host has their lengths."""
+        num_rows, page = meta.num_rows - meta.num_decode, self.cache.shape[2]
+        if meta.prompts is None:
+            longest, pages = meta.max_seq_len, num_rows * -(-meta.max_seq_len // page)
+        else:
+            longest, pages = int(meta.prompts.length.max()), int((-(-meta.prompts.length // page)).sum())
+        return longest, pages * page + (num_rows + 1) * GAP
 
     def attend_prompts(self, q: torch.Tensor, layer: int, prompts: Prompts) -> torch.Tensor:
         kv, lengths = prompts.kv, prompts.lengths

@@ -21,7 +21,7 @@ from modelrunner.model_state import FullAttention, RecurrentState, SlidingWindow
 from modelrunner.plugins import attention, flash_attention3
 from modelrunner.settings import load_settings
 from modelrunner.testing import ByteTokenizerPlugin, Driver, EngineProbe, P, assert_same, dense, options, tiny_dense
-from tests.plugins.attention_steps import GPU, OPS, PAGE, make_meta
+from tests.plugins.attention_steps import GPU, OPS, PAGE, make_meta, prompts_of
 
 DOUBLE = Path(__file__).parent / "fa3_double"
 GROUP = FullAttention("full", (0, 1), 4, 2, 16, 0.3)
@@ -143,6 +143,22 @@ def test_steps_of_decode_rows_and_steps_too_large_run_as_paged(package: ModuleTy
     out = runner.attend(torch.randn(meta.num_tokens, 4, 16), *torch.randn(2, meta.num_tokens, 2, 16), 0, step)
     assert out.isfinite().all()
     assert not package.calls
+
+
+def test_lengths_on_the_host_bound_the_gathered_keys(package: ModuleType) -> None:
+    """A long decode row beside short prompts takes no room, and the longest prompt bounds the kernel's keys."""
+    rows = [(700, 1, 1), (0, 23, 23), (30, 41, 41)]
+    meta, cache = make_meta(GROUP, rows, 1, 0)
+    q, k, v = torch.randn(meta.num_tokens, 4, 16), *torch.randn(2, meta.num_tokens, 2, 16)
+    outs = []
+    for known in (meta, replace(meta, prompts=prompts_of(rows, 1))):
+        runner = FlashAttention3(GROUP, cache.clone(), OPS, torch.float32)
+        step = runner.begin(known)
+        outs.append((runner.attend(q, k, v, 0, step), step.prompts.kv.shape[0]))
+    torch.testing.assert_close(outs[1][0], outs[0][0])
+    assert outs[1][1] == (2 + 5 + 3 * GAP_PAGES) * PAGE
+    assert package.calls[-1][2] == 71 < package.calls[0][2]
+    package.calls.clear()
 
 
 class Pinned:
