@@ -88,7 +88,8 @@ class Draft:
         if not rows.size:
             return None
         num_query = np.concatenate([counts for _, counts in self.chunks])
-        max_seq_len = int(table.computed_upper[rows].max())
+        lengths = table.computed_upper[rows]
+        max_seq_len = int(lengths.max())
         features, row_features = self._features(table.features[rows])
         return Plan(
             step=step,
@@ -103,6 +104,7 @@ class Draft:
             table_pages=tuple(t.layout.pages_for(max_seq_len) for t in table.tables),
             features=features,
             row_features=row_features,
+            prompt_lengths=lengths[self.num_decode :],
         )
 
     def _features(self, features: Int64Array) -> tuple[Feature, Int64Array | None]:
