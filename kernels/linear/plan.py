@@ -45,6 +45,19 @@ class Tiles:
         return replace(self, bk=min(self.bk, 128 if self.bt <= 32 else 64), stages=3) if self.stages == 1 else self
 
 
+@dataclass(frozen=True)
+class Stream:
+    """Tiles of `stream_kernel`: as in `Tiles`. ahead: columns of a program's weights that are fetched into the L2 cache while it waits."""
+
+    bt: int
+    bn: int
+    bk: int
+    split: int
+    warps: int
+    stages: int
+    ahead: int = 0
+
+
 @cache
 def plan(rows: int, outputs: int, inner: int, bits: int, gated: bool, norm: bool, half: bool) -> Gemv | Tiles | None:
     """None: the vendor's library, with norm and activation in launches of their own.
