@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import triton
-
 from modelrunner.kernels.activation.gated import SILU
 from modelrunner.kernels.builds import CAPABILITIES, PDL_SINCE, Build
 from modelrunner.kernels.linear.gemv import gemv_kernel
@@ -40,11 +38,12 @@ def builds(kind: str, rows: int, outputs: int, inner: int, dtype: str = "bf16") 
     given |= {"scale_ptr": "fp32"} if kind == "int8" else {}
     split = 1 if isinstance(tiles, Gemv) else tiles.split
     given |= {"part_ptr": "fp32"} if split > 1 else {}
-    names = ("x_ptr", "norm_ptr", "w_ptr", "scale_ptr", "residual_ptr", "out_ptr", "part_ptr")
+    given |= {"squares_ptr": "fp32"} if split > 1 and "norm_ptr" in given else {}
+    names = ("x_ptr", "norm_ptr", "w_ptr", "scale_ptr", "residual_ptr", "out_ptr", "part_ptr", "squares_ptr")
     signature = {k: f"*{v}" for k, v in given.items()} | _NUMBERS
     none = {name: None for name in names if name not in given}
     if isinstance(tiles, Gemv):
-        none.pop("part_ptr")
+        del none["part_ptr"], none["squares_ptr"]
         constants = {"T": rows, "K": inner, "BN": tiles.bn, "BK": tiles.bk, "ACT": act, "PDL": True}
         return [Build(gemv_kernel, signature, none | constants, tiles.warps, divisible=_DIVISIBLE)]
     common = {"K": inner, "ACT": act, "PDL": True, "SPLIT": split}
@@ -55,9 +54,7 @@ def builds(kind: str, rows: int, outputs: int, inner: int, dtype: str = "bf16") 
         kernel = (tile_kernel, signature, none | common | constants, way.warps, way.stages)
         found.append(Build(*kernel, 16, divisible=_DIVISIBLE, capabilities=capabilities))
     if split > 1:
-        constants = {"BLOCK_K": triton.next_power_of_2(inner), "BLOCK": SUM_BLOCK}
-        # A100's compiler spills a little where eight parts of gate and up meet the norm.
-        found.append(Build(sum_kernel, signature, none | common | constants, 2, max_spill_bytes=32, divisible=_DIVISIBLE))
+        found.append(Build(sum_kernel, signature, none | common | {"BLOCK": SUM_BLOCK}, 2, divisible=_DIVISIBLE))
     return found
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -41,10 +41,8 @@ def run(tiles: Gemv | Tiles | Stream, x: torch.Tensor, weight: torch.Tensor, ext
     out = torch.empty((x.shape[0], outputs), dtype=x.dtype, device=x.device)
     if isinstance(tiles, Gemv):
         _run_gemv(tiles, x, weight, extras, out)
-    elif isinstance(tiles, Stream):
-        _run_stream(tiles, x, weight, extras, out)
-    else:
-        _run_tiles(tiles, x, weight, extras, out)
+    elif (parts := multiply(tiles, x, weight, extras, out)) is not None:
+        add(parts, x.shape[1], extras, out)
     return out
 
 
@@ -58,68 +56,68 @@ def _run_gemv(tiles: Gemv, x: torch.Tensor, weight: torch.Tensor, extras: Extras
     )  # fmt: skip
 
 
-def _run_tiles(tiles: Tiles, x: torch.Tensor, weight: torch.Tensor, extras: Extras, out: torch.Tensor) -> None:
-    rows, outputs = out.shape
-    inner, norm, residual = x.shape[1], extras.norm, extras.residual
-    if norm is not None and not tiles.fused_norm:
-        x, norm = rms_norm(x, norm, extras.eps), None
-    part = _multiply_tiles(tiles, x, norm, weight, extras, out)
-    if part is not None:
-        strides = (x.stride(0), 0 if residual is None else residual.stride(0))
-        sum_kernel[(rows, triton.cdiv(outputs, SUM_BLOCK))](
-            part, x, norm, extras.scale, residual, out, rows, outputs, *strides, extras.eps,
-            K=inner, BLOCK_K=triton.next_power_of_2(inner), BLOCK=SUM_BLOCK, SPLIT=tiles.split, ACT=extras.act, num_warps=2, **pdl(x),
-        )  # fmt: skip
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """A product in parts that are yet to be added, in their order.
+
+    sums: float32 [split, T, N or 2N]. squares: float32 [split, T]: sums of x's squares where the sums want 1 / rms of x.
+    """
+
+    sums: torch.Tensor
+    squares: torch.Tensor | None
 
 
-def _multiply_tiles(
-    tiles: Tiles, x: torch.Tensor, norm: torch.Tensor | None, weight: torch.Tensor, extras: Extras, out: torch.Tensor
-) -> torch.Tensor | None:
-    """Writes `out`, or returns its parts [split, T, N or 2N] in float32."""
+def multiply(tiles: Tiles | Stream, x: torch.Tensor, weight: torch.Tensor, extras: Extras, out: torch.Tensor) -> Parts | None:
+    """Writes out [T, N], or returns its parts, to which the rest of `extras` is yet to be done."""
+    if extras.norm is not None and not (isinstance(tiles, Tiles) and tiles.fused_norm):
+        x, extras = rms_norm(x, extras.norm, extras.eps), replace(extras, norm=None)
+    split, rows, width = tiles.split, x.shape[0], weight.shape[0]
+    parts = None
+    if split > 1:
+        numbers = torch.empty((split * rows * (width + (extras.norm is not None)),), dtype=torch.float32, device=x.device)
+        sums, squares = numbers[: split * rows * width].view(split, rows, width), numbers[split * rows * width :]
+        parts = Parts(sums, None if extras.norm is None else squares.view(split, rows))
+    (_launch_stream if isinstance(tiles, Stream) else _launch_tiles)(tiles, x, weight, extras, out, parts)
+    return parts
+
+
+def _launch_tiles(tiles: Tiles, x: torch.Tensor, weight: torch.Tensor, extras: Extras, out: torch.Tensor, parts: Parts | None) -> None:
     rows, outputs = out.shape
     dependent = pdl(x)
     if x.is_cuda and not dependent["PDL"]:
         tiles = tiles.pipelined()
-    residual, split = extras.residual, tiles.split
-    part = torch.empty((split, rows, weight.shape[0]), dtype=torch.float32, device=x.device) if split > 1 else None
-    tile_kernel[(triton.cdiv(outputs, tiles.bn), split, triton.cdiv(rows, tiles.bt))](
-        x, norm, weight, extras.scale, residual, out, part, rows, outputs, x.stride(0), 0 if residual is None else residual.stride(0),
-        extras.eps, K=x.shape[1], BT=tiles.bt, BN=tiles.bn, BK=tiles.bk, SPLIT=split, ACT=extras.act, HOLD=tiles.stages == 1,
+    residual, sums, squares = extras.residual, *((None, None) if parts is None else (parts.sums, parts.squares))
+    tile_kernel[(triton.cdiv(outputs, tiles.bn), tiles.split, triton.cdiv(rows, tiles.bt))](
+        x, extras.norm, weight, extras.scale, residual, out, sums, squares, rows, outputs, x.stride(0), _stride(residual), extras.eps,
+        K=x.shape[1], BT=tiles.bt, BN=tiles.bn, BK=tiles.bk, SPLIT=tiles.split, ACT=extras.act, HOLD=tiles.stages == 1,
         WARM=tiles.warm and dependent["PDL"], num_warps=tiles.warps, num_stages=tiles.stages, **dependent,
     )  # fmt: skip
-    return part
 
 
-def _run_stream(tiles: Stream, x: torch.Tensor, weight: torch.Tensor, extras: Extras, out: torch.Tensor) -> None:
-    rows, outputs = out.shape
-    if extras.norm is not None:
-        x = rms_norm(x, extras.norm, extras.eps)
-    part = _multiply_stream(tiles, x, weight, extras.act, extras.residual, out)
-    if part is not None:
-        stride = 0 if extras.residual is None else extras.residual.stride(0)
-        sum_kernel[(rows, triton.cdiv(outputs, SUM_BLOCK))](
-            part, x, None, None, extras.residual, out, rows, outputs, x.stride(0), stride, 0.0,
-            K=x.shape[1], BLOCK_K=16, BLOCK=SUM_BLOCK, SPLIT=tiles.split, ACT=extras.act, num_warps=2, **pdl(x),
-        )  # fmt: skip
-
-
-def _multiply_stream(
-    tiles: Stream, x: torch.Tensor, weight: torch.Tensor, act: int, residual: torch.Tensor | None, out: torch.Tensor
-) -> torch.Tensor | None:
-    """Writes `out`, or returns its parts [split, T, N or 2N] in float32."""
+def _launch_stream(tiles: Stream, x: torch.Tensor, weight: torch.Tensor, extras: Extras, out: torch.Tensor, parts: Parts | None) -> None:
     rows, outputs = out.shape
     if x.stride(0) * x.element_size() % 16 or x.data_ptr() % 16:
         x = x.contiguous()
-    dependent, split = pdl(x), tiles.split
-    part = torch.empty((split, rows, weight.shape[0]), dtype=torch.float32, device=x.device) if split > 1 else None
-    stride = 0 if residual is None else residual.stride(0)
+    dependent, residual, sums = pdl(x), *((extras.residual, None) if parts is None else (None, parts.sums))
     blocks = [TensorDescriptor(m, [*m.shape], [m.stride(0), 1], [size, tiles.bk]) for m, size in ((x, tiles.bt), (weight, tiles.bn))]
-    stream_kernel[(triton.cdiv(outputs, tiles.bn), split, triton.cdiv(rows, tiles.bt))](
-        *blocks, weight, residual if split == 1 else None, out, part, rows, outputs, stride,
-        K=x.shape[1], BT=tiles.bt, BN=tiles.bn, BK=tiles.bk, SPLIT=split, ACT=act,
+    stream_kernel[(triton.cdiv(outputs, tiles.bn), tiles.split, triton.cdiv(rows, tiles.bt))](
+        *blocks, weight, residual, out, sums, rows, outputs, _stride(residual),
+        K=x.shape[1], BT=tiles.bt, BN=tiles.bn, BK=tiles.bk, SPLIT=tiles.split, ACT=extras.act,
         AHEAD=tiles.ahead if dependent["PDL"] else 0, num_warps=tiles.warps, num_stages=tiles.stages, **dependent,
     )  # fmt: skip
-    return part
+
+
+def add(parts: Parts, inner: int, extras: Extras, out: torch.Tensor) -> None:
+    """Writes out [T, N] from its parts. inner: K."""
+    (rows, outputs), residual = out.shape, extras.residual
+    sum_kernel[(rows, triton.cdiv(outputs, SUM_BLOCK))](
+        parts.sums, parts.squares, extras.scale, residual, out, rows, outputs, _stride(residual), extras.eps,
+        K=inner, BLOCK=SUM_BLOCK, SPLIT=parts.sums.shape[0], ACT=extras.act, num_warps=2, **pdl(out),
+    )  # fmt: skip
+
+
+def _stride(residual: torch.Tensor | None) -> int:
+    return 0 if residual is None else residual.stride(0)
 
 
 def run_normed(
@@ -127,17 +125,13 @@ def run_normed(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(rms_norm(total), total) for total = residual + x @ weight.T. Shapes and strides as in `run`."""
     rows, outputs = x.shape[0], weight.shape[0]
-    total, normed = (torch.empty((rows, outputs), dtype=x.dtype, device=x.device) for _ in range(2))
-    if tiles.split == 1:
-        run_one = run(tiles, x, weight, Extras(residual=residual))
-        return rms_norm(run_one, norm, eps), run_one
-    if isinstance(tiles, Stream):
-        part = _multiply_stream(tiles, x, weight, 0, None, total)
-    else:
-        part = _multiply_tiles(tiles, x, None, weight, Extras(), total)
-    block = triton.next_power_of_2(outputs)
+    total = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
+    parts = multiply(tiles, x, weight, Extras(residual=residual), total)
+    if parts is None:
+        return rms_norm(total, norm, eps), total
+    normed, block = torch.empty_like(total), triton.next_power_of_2(outputs)
     sum_norm_kernel[(rows,)](
-        part, norm, residual, total, normed, rows, outputs, residual.stride(0), eps,
+        parts.sums, norm, residual, total, normed, rows, outputs, residual.stride(0), eps,
         BLOCK=block, SPLIT=tiles.split, num_warps=max(1, min(16, block // 256)), **pdl(x),
     )  # fmt: skip
     return normed, total

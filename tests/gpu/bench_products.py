@@ -2,8 +2,8 @@
 
 What counts is the dependent chain of a whole step, without attention and head, in a CUDA graph over the weights of all layers: a product's
 tiles also decide how early the next one's weights arrive. So one product's tiles are changed at a time, and what makes the chain fastest
-stays. The chain is run in two ways: with norms in or before the products that follow them, and `ahead`, with norms where the parts of the
-product before them are added. The head is timed alone. `--dry` runs it once, tiny, in the interpreter. Results also go to $OUT/products.json.
+stays. The chain is run in two ways: with norms in or before the products that follow them, and `ahead`, with norms where the parts of a
+product are added. The head is timed alone. `--dry` runs it once, tiny, in the interpreter. Results also go to $OUT/products.json.
 """
 
 from __future__ import annotations
