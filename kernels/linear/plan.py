@@ -47,7 +47,9 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Stream:
-    """Tiles of `stream_kernel`: as in `Tiles`. ahead: columns of a program's weights that are fetched into the L2 cache while it waits."""
+    """Tiles of `stream_kernel`: as in `Tiles`. ahead: columns by which weights are fetched into the L2 cache before they are copied to
+    shared memory; chunk: so many at a time, 0: only the first `ahead`.
+    """
 
     bt: int
     bn: int
@@ -56,6 +58,7 @@ class Stream:
     warps: int
     stages: int
     ahead: int = 0
+    chunk: int = 0
 
 
 @cache

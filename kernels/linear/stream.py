@@ -2,7 +2,8 @@
 
 As in `tiles.py` the weights are the tall operand: a program multiplies BN of their rows by BT rows of x. All programs run at once, so that
 the weights stream through all of them until the end; K is split where that takes more programs than there are outputs for, and one more
-launch adds the parts in their order. While a program waits for its input, it fetches the first of its weights into the L2 cache.
+launch adds the parts in their order. Weights are fetched into the L2 cache some way before they are copied to shared memory: the first ones
+while a program waits for its input. So shared memory need not hold all that is on its way, and programs of the next product find room.
 """
 
 from __future__ import annotations
@@ -12,20 +13,20 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from modelrunner.kernels.linear.tiles import finish, prefetch_rows, residual_of, store_parts
-from modelrunner.kernels.norm.rows import scaled
 
 
 @triton.jit(do_not_specialize=["T"])
 def stream_kernel(
     x_desc, w_desc, w_ptr, residual_ptr, out_ptr, part_ptr, T, N, residual_stride,
     K: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, ACT: tl.constexpr, AHEAD: tl.constexpr,
-    PDL: tl.constexpr,
+    CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out [T, N] = residual + x @ w.T; with ACT the activation of gate (rows 0..N of w) and up (rows N..2N). Program (n, s, t): BN outputs,
     part s of K, BT rows.
 
     x_desc: of x [T, K] in blocks [BT, BK]; w_desc: of w_ptr in blocks [BN, BK]. part_ptr: None, or float32 [SPLIT, T, N or 2N], which gets
-    plain sums instead of out. AHEAD: columns of a program's weights that are fetched while it waits.
+    plain sums instead of out. AHEAD: by how many columns weights are fetched before they are copied. CHUNK: how many are fetched at a time,
+    a multiple of BK; 0: no more than the first AHEAD.
     """
     if PDL:
         gdc_launch_dependents()
@@ -42,6 +43,9 @@ def stream_kernel(
     up = tl.zeros([BN, BT], tl.float32)
     for i in tl.range(STEPS):
         column = start + i * BK
+        if CHUNK > 0:  # noqa: SIM102 - known when compiled
+            if i % (CHUNK // BK) == 0 and i * BK + AHEAD < STEPS * BK:
+                prefetch_rows(w_ptr, column + AHEAD, N, K, BN, CHUNK, ACT)
         x = tl.trans(x_desc.load([row, column]))
         total = tl.dot(w_desc.load([first, column]), x, total, input_precision="ieee")
         if ACT != 0:
@@ -51,29 +55,3 @@ def stream_kernel(
         finish(total, up, residual, None, out_ptr, n, t, T, N, ACT)
     else:
         store_parts(total, up, part_ptr, split, n, t, T, N, ACT)
-
-
-@triton.jit(do_not_specialize=["T"])
-def sum_norm_kernel(
-    part_ptr, norm_ptr, residual_ptr, out_ptr, normed_ptr, T, N, residual_stride, eps,
-    BLOCK: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """out = residual + the sum of part_ptr [SPLIT, T, N] in order, and normed = rms_norm(out), both [T, N]. Program (t): row t."""
-    if PDL:
-        gdc_launch_dependents()
-    dtype: tl.constexpr = out_ptr.dtype.element_ty
-    t = tl.program_id(0).to(tl.int64)
-    n = tl.arange(0, BLOCK)
-    inside = n < N
-    weight = tl.load(norm_ptr + n, mask=inside, other=0.0)
-    if PDL:
-        gdc_wait()
-    residual = tl.load(residual_ptr + t * residual_stride + n, mask=inside, other=0.0).to(tl.float32)
-    total = tl.zeros([BLOCK], tl.float32)
-    for s in tl.static_range(SPLIT):
-        total += tl.load(part_ptr + (s * T + t) * N + n, mask=inside, other=0.0)
-    out = (total + residual).to(dtype)
-    tl.store(out_ptr + t * N + n, out, mask=inside)
-    wide = out.to(tl.float32)
-    rstd = tl.rsqrt(tl.sum(wide * wide, 0) / N + eps)
-    tl.store(normed_ptr + t * N + n, scaled(wide, rstd, weight, dtype), mask=inside)

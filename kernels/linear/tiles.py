@@ -152,14 +152,13 @@ def _add_loaded(
 
 @triton.jit(do_not_specialize=["T"])
 def tile_kernel(
-    x_ptr, norm_ptr, w_ptr, scale_ptr, residual_ptr, out_ptr, part_ptr, squares_ptr, T, N, x_stride, residual_stride, eps,
+    x_ptr, norm_ptr, w_ptr, scale_ptr, residual_ptr, out_ptr, part_ptr, T, N, x_stride, residual_stride, eps,
     K: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, ACT: tl.constexpr,
     HOLD: tl.constexpr, WARM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """As `gemv_kernel`, for T rows. Program (n, s, t): BN outputs, part s of K, BT rows.
 
-    part_ptr: None, or float32 [SPLIT, T, N or 2N], which gets plain sums instead of out; `sum_kernel` does the rest. squares_ptr: float32
-    [SPLIT, T], which then gets the sums of x's squares, for a norm. HOLD: all weights of a
+    part_ptr: None, or float32 [SPLIT, T, N or 2N], which gets plain sums instead of out; `sum_kernel` does the rest. HOLD: all weights of a
     program are in shared memory before the input is there.
     """
     if PDL:
@@ -197,16 +196,25 @@ def tile_kernel(
         finish(total, up, residual, scale_ptr, out_ptr, n, t, T, N, ACT)
     else:
         store_parts(total, up, part_ptr, split, n, t, T, N, ACT)
-        if norm_ptr is not None:
-            tl.store(squares_ptr + split * T + t, squares, mask=t < tl.where(tl.program_id(0) == 0, T, 0))
+
+
+@triton.jit
+def reciprocal_rms(x_ptr, eps, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """1 / sqrt(mean(x^2) + eps) of the K values at x_ptr."""
+    column = tl.arange(0, BLOCK_K)
+    x = tl.load(x_ptr + column, mask=column < K, other=0.0).to(tl.float32)
+    return tl.rsqrt(tl.sum(x * x, 0) / K + eps)
 
 
 @triton.jit(do_not_specialize=["T"])
 def sum_kernel(
-    part_ptr, squares_ptr, scale_ptr, residual_ptr, out_ptr, T, N, residual_stride, eps,
-    K: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr, ACT: tl.constexpr, PDL: tl.constexpr,
+    part_ptr, x_ptr, scale_ptr, residual_ptr, out_ptr, T, N, x_stride, residual_stride, eps,
+    K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr, ACT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Adds the parts of `tile_kernel` in their order and finishes them. Program (t, c): columns c * BLOCK onwards of row t."""
+    """Adds the parts of `tile_kernel` in their order and finishes them. Program (t, c): columns c * BLOCK onwards of row t.
+
+    x_ptr: None, or the product's input, by whose 1 / rms the sums are multiplied.
+    """
     if PDL:
         gdc_launch_dependents()
     t = tl.program_id(0).to(tl.int64)
@@ -224,11 +232,8 @@ def sum_kernel(
         total += tl.load(at, mask=inside, other=0.0)
         if ACT != 0:
             up += tl.load(at + N, mask=inside, other=0.0)
-    if squares_ptr is not None:
-        squares = tl.load(squares_ptr + t)
-        for s in tl.static_range(1, SPLIT):
-            squares += tl.load(squares_ptr + s * T + t)
-        rstd = tl.rsqrt(squares / K + eps)
+    if x_ptr is not None:
+        rstd = reciprocal_rms(x_ptr + t * x_stride, eps, K, BLOCK_K)
         total *= rstd
         up *= rstd
     finish(total[:, None], up[:, None], residual, scale_ptr, out_ptr, n, rows, T, N, ACT)

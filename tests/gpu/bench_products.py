@@ -2,8 +2,7 @@
 
 What counts is the dependent chain of a whole step, without attention and head, in a CUDA graph over the weights of all layers: a product's
 tiles also decide how early the next one's weights arrive. So one product's tiles are changed at a time, and what makes the chain fastest
-stays. The chain is run in two ways: with norms in or before the products that follow them, and `ahead`, with norms where the parts of a
-product are added. The head is timed alone. `--dry` runs it once, tiny, in the interpreter. Results also go to $OUT/products.json.
+stays. The head is timed alone. `--dry` runs it once, tiny, in the interpreter. Results also go to $OUT/products.json.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ import torch  # noqa: E402
 from product_tiles import MODELS, Config, Model, Product, candidates, default, heads, short, variants  # noqa: E402
 
 from modelrunner.kernels.activation.gated import silu_mul  # noqa: E402
-from modelrunner.kernels.linear.launch import Extras, run, run_normed  # noqa: E402
+from modelrunner.kernels.linear.launch import Extras, run  # noqa: E402
 from modelrunner.kernels.linear.plan import Gemv  # noqa: E402
 from modelrunner.kernels.norm.rows import rms_norm  # noqa: E402
 
@@ -66,24 +65,6 @@ def multiply(p: Product, layer: Layer, x: torch.Tensor, residual: torch.Tensor, 
     if p.kind == "plain":
         return run(config, x, weight)
     return run(config, x, weight, Extras(norm=norm, eps=EPS, act=int(p.kind == "gated")))
-
-
-def multiply_normed(p: Product, layer: Layer, x: torch.Tensor, config: Config) -> torch.Tensor:
-    """`multiply` for an x that is normed already."""
-    if config is not None:
-        return run(config, x, layer.weights[p.name], Extras(act=int(p.kind == "gated")))
-    out = torch.nn.functional.linear(x, layer.weights[p.name])
-    return silu_mul(out) if p.kind == "gated" else out
-
-
-def add_and_norm(
-    p: Product, layer: Layer, x: torch.Tensor, residual: torch.Tensor, norm: torch.Tensor, config: Config
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(normed, total) of a product of the kind `add`."""
-    if config is not None and not isinstance(config, Gemv):
-        return run_normed(config, x, layer.weights[p.name], residual, norm, EPS)
-    total = multiply(p, layer, x, residual, config)
-    return rms_norm(total, norm, EPS), total
 
 
 def exact(p: Product, layer: Layer, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
@@ -124,9 +105,8 @@ def time_graph(work: Callable[[], None]) -> float:
 
 
 class Bench:
-    def __init__(self, model: Model, ahead: bool) -> None:
+    def __init__(self, model: Model) -> None:
         self.model = model
-        self.ahead = ahead
         self.layers = [Layer(model.products[:4]) for _ in range(model.layers)]
         self.head = [Layer(model.products[4:])] * 2
 
@@ -157,26 +137,15 @@ class Bench:
         torch.manual_seed(rows)
         start = torch.randn(rows, self.model.products[0].inner, device=DEVICE).to(DTYPE)
         result = torch.full_like(start, float("nan"))
-        run_layers = self.layers_ahead if self.ahead else self.layers_apart
-        return time_graph(lambda: result.copy_(run_layers(start, configs))) * self.model.scale, result.double()
+        return time_graph(lambda: result.copy_(self.run(start, configs))) * self.model.scale, result.double()
 
-    def layers_apart(self, hidden: torch.Tensor, configs: dict[str, Config]) -> torch.Tensor:
+    def run(self, hidden: torch.Tensor, configs: dict[str, Config]) -> torch.Tensor:
         qkv, o, gate_up, down = self.model.products[:4]
         for layer in self.layers:
             heads = multiply(qkv, layer, hidden, hidden, configs["qkv"])[:, : o.inner]
             hidden = multiply(o, layer, heads, hidden, configs["o"])
             inner = multiply(gate_up, layer, hidden, hidden, configs["gate_up"])
             hidden = multiply(down, layer, inner, hidden, configs["down"])
-        return hidden
-
-    def layers_ahead(self, hidden: torch.Tensor, configs: dict[str, Config]) -> torch.Tensor:
-        qkv, o, gate_up, down = self.model.products[:4]
-        normed = rms_norm(hidden, self.layers[0].norms["qkv"], EPS)
-        for layer, following in zip(self.layers, [*self.layers[1:], self.layers[0]], strict=True):
-            heads = multiply_normed(qkv, layer, normed, configs["qkv"])[:, : o.inner]
-            normed, hidden = add_and_norm(o, layer, heads, hidden, layer.norms["gate_up"], configs["o"])
-            inner = multiply_normed(gate_up, layer, normed, configs["gate_up"])
-            normed, hidden = add_and_norm(down, layer, inner, hidden, following.norms["qkv"], configs["down"])
         return hidden
 
 
@@ -188,17 +157,13 @@ def _tensors(name: str, product: str) -> tuple[Product, Layer]:
 
 
 def compile_one(job: tuple[str, str, int, Config]) -> None:
-    """Puts the kernels of a job into the compiler's cache, for both chains."""
+    """Puts the kernels of a job into the compiler's cache."""
     name, product, rows, config = job
     p, layer = _tensors(name, product)
     x = torch.randn(rows, p.inner + 64, device=DEVICE).to(DTYPE)[:, 64:]
     residual = torch.randn(rows, p.outputs, device=DEVICE).to(DTYPE)
     try:
         multiply(p, layer, x, residual, config)
-        if p.kind == "add":
-            add_and_norm(p, layer, x, residual, torch.ones_like(residual[0]), config)
-        elif p.kind != "plain":
-            multiply_normed(p, layer, x, config)
         torch.cuda.synchronize()
     except Exception as error:
         print(f"does not run: {name} {product} rows {rows} {short(config)}: {type(error).__name__}: {str(error)[:160]}", flush=True)
@@ -257,19 +222,16 @@ def descend(bench: Bench, rows: int, todo: dict[str, list[Config]], end: float) 
 
 def report(bench: Bench, rows: int, best: dict[str, Config], found: dict[str, Found]) -> list[dict[str, object]]:
     """Prints the chain of the vendor's library, of what ships and of the best found, and each product's six best."""
-    products, name, swept_ahead = bench.model.products[:4], bench.model.name, bench.ahead
+    products, name = bench.model.products[:4], bench.model.name
     records: list[dict[str, object]] = []
     none: dict[str, Config] = dict.fromkeys(best)
     shipped = {p.name: default(p, rows) for p in products}
     chains = {"cuBLAS": none, "default": shipped, "best": best}
     outs, times = [], []
-    for ahead in (False, True):
-        bench.ahead = ahead
-        for title, configs in chains.items():
-            time_of, out = bench.chain(rows, configs)
-            outs.append(out)
-            times.append(f"{title}{' ahead' * ahead} {time_of:.0f}")
-    bench.ahead = swept_ahead
+    for title, configs in chains.items():
+        time_of, out = bench.chain(rows, configs)
+        outs.append(out)
+        times.append(f"{title} {time_of:.0f}")
     far = max(((out - outs[0]).norm() / outs[0].norm()).item() for out in outs[1:])
     floor = sum(p.floor for p in products) * bench.model.layers * bench.model.scale
     print(f"{name} {rows:4} chain: floor {floor:.0f}, {', '.join(times)}; difference {far:.1e}{'' if far < 3e-2 else ' WRONG'}", flush=True)
@@ -327,7 +289,6 @@ def main() -> None:
     parser.add_argument("--rows", default="1,8,32,64,128", help="of Qwen3-0.6B")
     parser.add_argument("--large-rows", default="1,32", help="of Qwen3-8B; none: leave it out")
     parser.add_argument("--sweep", default="all", help="for which of these rows; none: the shipped configurations alone")
-    parser.add_argument("--apart", action="store_true", help="sweep the chain whose norms stand before the products that follow them")
     parser.add_argument("--processes", type=int, default=14)
     parser.add_argument("--seconds", type=float, default=240, help="when the sweep of a model ends")
     parser.add_argument("--dry", action="store_true")
@@ -340,7 +301,7 @@ def main() -> None:
     records: list[dict[str, object]] = []
     for name, many in todo.items():
         if many:
-            bench = Bench(MODELS[name], not options.apart)
+            bench = Bench(MODELS[name])
             records += sweep(bench, many, options, time.time() + options.seconds)
             for rows in many:
                 report_head(bench, rows)

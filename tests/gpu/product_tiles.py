@@ -10,7 +10,6 @@ from modelrunner.kernels.linear.plan import Gemv, Stream, Tiles, plan
 BYTES_PER_US = 4.29e6
 Config = Gemv | Tiles | Stream | None
 SHARED = (112_000, 224_000)  # bytes of shared memory that a program's pipeline may fill: with two programs a multiprocessor, and with one
-STREAMED = 2**24  # bytes fetched ahead by all programs together
 
 
 @dataclass(frozen=True)
@@ -75,18 +74,24 @@ def fits(config: Tiles, product: Product, rows: int) -> bool:
 def streams(product: Product, rows: int) -> Iterator[Stream]:
     """Tiles of `stream_kernel` with between 80 and 300 programs, and a pipeline that fills half of the shared memory or all of it."""
     parts, bt = (2 if product.kind == "gated" else 1), min(128, max(16, 1 << (rows - 1).bit_length()))
-    for bn, warps in ((64, 4), (128, 4), (128, 8), (256, 8)):
-        if bn * parts > 256 or bn * parts * bt // (warps * 32) > 128 or (bn == 256 and bt < 128) or (warps == 8 and bt < 64):
-            continue
+    for bn, warps in ((64, 4), (128, 4 if bt < 128 else 8)):
         for split in (1, 2, 3, 4, 6, 8):
             programs = product.outputs // bn * split * -(-rows // bt)
-            for bk in (64, 128):
-                if product.inner % (bk * split) or not 80 <= programs <= 300:
+            for bk in (64, 128, 256):
+                if product.inner % (bk * split) or not 80 <= programs <= (260 if bn == 64 else 140):
                     continue
                 stage = 2 * bk * (bn * parts + bt)
                 for stages in {min(8, shared // stage) for shared in SHARED}:
-                    if stages >= 2:
-                        yield Stream(bt, bn, bk, split, warps, stages, ahead(product, bn, programs))
+                    if stages >= (2 if bt > 64 else 3):
+                        yield from fetches(Stream(bt, bn, bk, split, warps, stages), product.inner // split)
+
+
+def fetches(tiles: Stream, length: int) -> Iterator[Stream]:
+    """Ways to fetch weights into the L2 cache. length: columns of a program."""
+    for ahead, chunk in ((512, 0), (256, 128), (512, 512), (1024, 512)) if tiles.bn == 64 else ((512, 0), (512, 512)):
+        chunk = max(chunk, tiles.bk) if chunk else 0
+        if length % max(chunk, ahead) == 0:
+            yield replace(tiles, ahead=ahead, chunk=chunk)
 
 
 def heads(rows: int) -> list[Config]:
@@ -100,13 +105,6 @@ def heads(rows: int) -> list[Config]:
         for bn, bk, warps, place in shapes
         if bn * bt // (warps * 32) <= 128 and (warps == 4 or bt >= 64)
     ]
-
-
-def ahead(product: Product, bn: int, programs: int, bytes_ahead: int = STREAMED) -> int:
-    """Columns of each program's weights, a power of two, such that all programs together fetch `bytes_ahead`."""
-    rows = bn * (2 if product.kind == "gated" else 1)
-    columns = bytes_ahead // (2 * rows * programs)
-    return min(product.inner, 1 << max(6, columns.bit_length() - 1))
 
 
 def candidates(product: Product, rows: int) -> Iterator[Config]:
@@ -130,7 +128,7 @@ def candidates(product: Product, rows: int) -> Iterator[Config]:
 def variants(config: Config, product: Product) -> list[Config]:
     """Of the best: the norm apart, another early fetch."""
     if isinstance(config, Stream):
-        return [replace(config, ahead=columns) for columns in (0, config.ahead // 2, config.ahead * 2)]
+        return [replace(config, ahead=columns) for columns in (config.ahead // 2, config.ahead * 2) if columns >= config.chunk]
     if not isinstance(config, Tiles):
         return []
     apart = [replace(config, fused_norm=False)] if product.kind in ("norm", "gated") else []
@@ -147,6 +145,6 @@ def short(config: Config) -> str:
     if isinstance(config, Gemv):
         return f"gemv {config.bn}x{config.bk} w{config.warps}"
     if isinstance(config, Stream):
-        return f"stream {config.bn}x{config.bk}/{config.split} t{config.bt} w{config.warps} s{config.stages} a{config.ahead}"
+        return f"stream {config.bn}x{config.bk}/{config.split} t{config.bt} w{config.warps} s{config.stages} a{config.ahead}/{config.chunk}"
     marks = ("" if config.fused_norm else " norm apart") + ("" if config.warm else " cold")
     return f"tile {config.bn}x{config.bk}/{config.split} t{config.bt} w{config.warps} s{config.stages}{marks}"
