@@ -56,7 +56,7 @@ class PagedAttention(AttentionBackend):
     def attend_normed(
         self, x: torch.Tensor, norm: Norm, projection: Linear, rotary: Rotary, layer: int, step: Step, sinks: torch.Tensor | None = None
     ) -> torch.Tensor:
-        weight = projection.plain_weight()
+        weight = projection.plain_weight() if isinstance(step, Step) else None  # another step is a subclass's, with its own `attend_qkv`
         if weight is None:
             return super().attend_normed(x, norm, projection, rotary, layer, step, sinks)
         heads = self._heads(rotary, layer, step)

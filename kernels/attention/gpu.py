@@ -189,7 +189,7 @@ def _decode_build(kind: str, group: int, dim: int, rows: int, queries: int = 1, 
         "BLOCK_K": 1024 if parts else 1,
         "HAS_NORM": fused,
     } | ({} if parts else {"x_ptr": None})
-    spill = 16 if fused else 0  # outside the loop: A100's compiler prefers them to a lower occupancy
+    spill = (32 if parts else 16) if fused else 0  # outside the loop: A100's compiler prefers them to a lower occupancy
     signature = _signature(kind) | ({"q_ptr": "*fp32"} if parts else {})
     return Build(decode_attention, signature, constants | _PLAIN, config.num_warps, config.num_stages, spill, _STEPS)
 
@@ -264,7 +264,7 @@ BUILDS = [
     *[_decode_build("bf16", 2, 128, rows) for rows in (1, 8, 128)],
     *[_decode_build("bf16", 2, 128, rows, fused=True) for rows in (1, 8, 32)],
     _decode_build("bf16", 4, 128, 8, fused=True),
-    *[_decode_build("bf16", 2, 128, rows, fused=True, parts=4) for rows in (8, 32)],
+    *[_decode_build("bf16", 2, 128, rows, fused=True, parts=parts) for rows, parts in ((8, 4), (32, 2))],
     *[_decode_build("bf16", 3, 64, rows) for rows in (1, 128)],
     _decode_build("bf16", 3, 64, 1, fused=True),
     _decode_build("bf16", 4, 128, 32, queries=4),
