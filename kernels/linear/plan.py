@@ -10,6 +10,8 @@ TILE_ROWS = 128  # beyond, the vendor's library
 PROGRAMS = 128  # that keep the GPU busy
 LARGE = 2**24  # weights from which on the vendor's library reads them as fast, but for tall products of few outputs
 HELD = 2**17  # bytes of weights that a program holds in shared memory
+STREAMS = 90  # programs that keep memory busy, each with a full pipeline
+PIPELINE = 224_000  # bytes of shared memory for it
 HEAD = 2**16  # outputs of a product that is the model's head
 
 
@@ -62,11 +64,13 @@ class Stream:
 
 
 @cache
-def plan(rows: int, outputs: int, inner: int, bits: int, gated: bool, norm: bool, half: bool) -> Gemv | Tiles | None:
+def plan(
+    rows: int, outputs: int, inner: int, bits: int, gated: bool, norm: bool, half: bool, streams: bool = True
+) -> Gemv | Tiles | Stream | None:
     """None: the vendor's library, with norm and activation in launches of their own.
 
     outputs: of the product (of gate and up each, if gated). bits: of x's type. half: x is float16, whose range is too small for
-    x * norm weight without 1 / rms.
+    x * norm weight without 1 / rms. streams: weights are of x's type, and the device copies tiles by itself (compute capability 9.0 on).
     """
     if inner % 16 or outputs < 16:
         return None
@@ -75,6 +79,8 @@ def plan(rows: int, outputs: int, inner: int, bits: int, gated: bool, norm: bool
     if rows > TILE_ROWS or bits != 16:
         return None
     if outputs * inner * (2 if gated else 1) >= LARGE:
+        if streams and outputs < HEAD:
+            return _stream(rows, outputs, inner, gated)
         return None if norm else _large(rows, outputs, inner)
     if norm and rows > 64:
         return None
@@ -99,6 +105,19 @@ def _gemv(rows: int, outputs: int, inner: int, gated: bool) -> Gemv | None:
     if inner <= 4096:
         return Gemv(bn, 1024, 4)
     return Gemv(max(1, bn // 2), 2048, 8) if inner <= 16384 else None
+
+
+def _stream(rows: int, outputs: int, inner: int, gated: bool) -> Stream | None:
+    """More weights than the multiprocessors hold at once, of a layer: all programs run together, with what pipelines fit in shared memory.
+
+    Rows of weights are read 256 bytes at a time: with 128, memory is slower.
+    """
+    bt, parts = _rows_of_tile(rows, TILE_ROWS), 2 if gated else 1
+    if gated and bt <= 32:
+        return None
+    bn, bk = 64, 64 if gated else 128
+    split = next((n for n in (1, 2, 3, 4, 6, 8) if outputs // bn * n >= STREAMS and inner % (n * bk) == 0), 8)
+    return Stream(bt, bn, bk, split, 4, min(8, PIPELINE // (2 * bk * (bn * parts + bt))), 512)
 
 
 def _large(rows: int, outputs: int, inner: int) -> Tiles | None:
@@ -137,8 +156,8 @@ def _small(rows: int, outputs: int, inner: int, gated: bool, norm: bool, fused_n
     return Tiles(bt, 64, 128, split, 4, 3, fused_norm)
 
 
-def _rows_of_tile(rows: int) -> int:
-    return min(64, max(16, 1 << (rows - 1).bit_length()))
+def _rows_of_tile(rows: int, most: int = 64) -> int:
+    return min(most, max(16, 1 << (rows - 1).bit_length()))
 
 
 def _split(inner: int, most: int) -> int:
