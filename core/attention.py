@@ -13,7 +13,6 @@ from modelrunner.model_state import CacheGroup, FullAttention
 
 if TYPE_CHECKING:
     from modelrunner.batch import Batch
-    from modelrunner.linear import Linear, Norm
     from modelrunner.ops import Ops
 
 V = TypeVar("V")
@@ -123,12 +122,6 @@ class AttentionBackend(ABC):
         q, k = self.ops.apply_rope(q, k, None, rotary.cos_sin)
         return self.attend(q, k, v, layer, step, sinks)
 
-    def attend_normed(
-        self, x: torch.Tensor, norm: Norm, projection: Linear, rotary: Rotary, layer: int, step: Any, sinks: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """D. `attend_qkv` of what `projection` makes of the norm of x [T, in_features]. A backend may do all of it in fewer passes."""
-        return self.attend_qkv(projection.normed(x, norm), rotary, layer, step, sinks)
-
 
 class NoAttention(AttentionBackend):
     """Stands for a backend where a cache group does not attend: the metadata is all that there is."""
@@ -174,12 +167,6 @@ class BoundAttention:
     def from_qkv(self, qkv: torch.Tensor, rotary: Rotary, layer: int, sinks: torch.Tensor | None = None) -> torch.Tensor:
         """Attention from the projection's output, see `AttentionBackend.attend_qkv`. Raises as the call does."""
         return self.backend.attend_qkv(qkv, rotary, self._place(layer, sinks), self._step, sinks)
-
-    def from_normed(
-        self, x: torch.Tensor, norm: Norm, projection: Linear, rotary: Rotary, layer: int, sinks: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Attention from the projection's input before its norm, see `AttentionBackend.attend_normed`. Raises as the call does."""
-        return self.backend.attend_normed(x, norm, projection, rotary, self._place(layer, sinks), self._step, sinks)
 
     def _place(self, layer: int, sinks: torch.Tensor | None) -> int:
         group = self.backend.group

@@ -53,10 +53,6 @@ class LinearScheme(ABC):
         """The gated activation of `apply_normed`, see `Linear.gated`."""
         return cast(torch.Tensor, getattr(self.ops, activation)(self.apply_normed(layer, x, norm)))
 
-    def plain_weight(self, layer: Linear) -> torch.Tensor | None:
-        """The weight [out_features, in_features] in the activations' type, if `apply` is x @ weight.T with it; else None."""
-        return None
-
 
 class Norm(Protocol):
     """A root-mean-square norm as its consumer sees it: weight [size] and eps, as in the operation `rms_norm`."""
@@ -136,10 +132,6 @@ class Linear(nn.Module):
             return self.scheme.apply_gated(self, x, norm, activation)
         return cast(torch.Tensor, getattr(self.scheme.ops, activation)(self.normed(x, norm)))
 
-    def plain_weight(self) -> torch.Tensor | None:
-        """The weight [out_features, in_features], where the layer is x @ weight.T and no more; None otherwise."""
-        return self.scheme.plain_weight(self) if self.bias is None else None
-
 
 def check_part(layer: Linear, part: int, tensor: torch.Tensor, kind: str) -> None:
     """Raise ValueError unless `layer.load(part, tensor, kind)` can store the tensor."""
@@ -192,9 +184,6 @@ class PlainScheme(LinearScheme):
 
     def apply_gated(self, layer: Linear, x: torch.Tensor, norm: Norm, activation: str) -> torch.Tensor:
         return cast(torch.Tensor, self.ops.norm_gated_matmul(x, norm.weight, norm.eps, layer.weight, activation))
-
-    def plain_weight(self, layer: Linear) -> torch.Tensor | None:
-        return layer.weight
 
 
 def quantised_rows(weight: torch.Tensor, device: torch.device) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:

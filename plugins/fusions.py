@@ -222,33 +222,3 @@ def qkv_attention(ops: Ops) -> Function:
         return out
 
     return chain
-
-
-def norm_qkv_attention(ops: Ops) -> Function:
-    """`norm_qkv_attention(x, norm_weight, norm_eps, weight, *arguments of qkv_attention after qkv, scale, softcap, sinks) -> out`.
-
-    `qkv_attention` of `norm_matmul`. x: [T, K], weight: [(HQ + 2 HK) * D, K]. Returns [T, HQ, D].
-    """
-    project, attend = norm_matmul(ops), qkv_attention(ops)
-
-    def chain(
-        x: torch.Tensor,
-        norm_weight: torch.Tensor,
-        norm_eps: float,
-        weight: torch.Tensor,
-        num_heads: int,
-        num_kv_heads: int,
-        q_norm: torch.Tensor | None,
-        k_norm: torch.Tensor | None,
-        eps: float,
-        cos_sin: torch.Tensor,
-        cache: torch.Tensor,
-        slots: torch.Tensor,
-        index: Any,
-        **options: Any,
-    ) -> torch.Tensor:
-        qkv = project(x, norm_weight, norm_eps, weight)
-        out: torch.Tensor = attend(qkv, num_heads, num_kv_heads, q_norm, k_norm, eps, cos_sin, cache, slots, index, **options)
-        return out
-
-    return chain

@@ -51,7 +51,6 @@ def kernels(register: Register, device: Device) -> None:
     rotation = ("rms_norm", "apply_rope", "indexed_write")
     register.fusion("qkv_rope_write", rotation, fusions.qkv_rope_write)
     register.fusion("qkv_attention", (*rotation, "indexed_attention"), fusions.qkv_attention)
-    register.fusion("norm_qkv_attention", ("matmul", *rotation, "indexed_attention"), fusions.norm_qkv_attention)
     gathers = ("gather_rows", "gather_tokens", "gather_block_table", "slot_mapping")
     register.fusion("gather_step", gathers, fusions.gather_step)
     register.fusion("finish_step", ("update_state", "write_record"), fusions.finish_step)

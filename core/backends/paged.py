@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from modelrunner.attention import AttentionBackend, AttentionMeta, Rotary
-
-if TYPE_CHECKING:
-    from modelrunner.linear import Linear, Norm
 
 
 class Step(NamedTuple):
@@ -52,23 +49,21 @@ class PagedAttention(AttentionBackend):
         return out.flatten(1)
 
     def attend_qkv(self, qkv: torch.Tensor, rotary: Rotary, layer: int, step: Step, sinks: torch.Tensor | None = None) -> torch.Tensor:
-        out: torch.Tensor = self.ops.qkv_attention(qkv, *self._heads(rotary, layer, step), **self._options(sinks))
+        group = self.group
+        out: torch.Tensor = self.ops.qkv_attention(
+            qkv,
+            group.num_heads,
+            group.num_kv_heads,
+            rotary.q_norm,
+            rotary.k_norm,
+            rotary.eps,
+            rotary.cos_sin,
+            self.cache[:, layer],
+            step.slots,
+            step.index,
+            **self._options(sinks),
+        )
         return out.flatten(1)
-
-    def attend_normed(
-        self, x: torch.Tensor, norm: Norm, projection: Linear, rotary: Rotary, layer: int, step: Step, sinks: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        weight = projection.plain_weight() if isinstance(step, Step) else None  # another step is a subclass's, with its own `attend_qkv`
-        if weight is None:
-            return super().attend_normed(x, norm, projection, rotary, layer, step, sinks)
-        heads = self._heads(rotary, layer, step)
-        out: torch.Tensor = self.ops.norm_qkv_attention(x, norm.weight, norm.eps, weight, *heads, **self._options(sinks))
-        return out.flatten(1)
-
-    def _heads(self, rotary: Rotary, layer: int, step: Step) -> tuple[Any, ...]:
-        """Arguments of `qkv_attention` after its first."""
-        group, norms = self.group, (rotary.q_norm, rotary.k_norm, rotary.eps)
-        return group.num_heads, group.num_kv_heads, *norms, rotary.cos_sin, self.cache[:, layer], step.slots, step.index
 
     def _options(self, sinks: torch.Tensor | None) -> dict[str, Any]:
         """Keyword arguments of attention. Sinks only where there are some: overrides that know of none stay usable."""

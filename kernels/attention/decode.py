@@ -16,10 +16,8 @@ from modelrunner.kernels.attention.device import launch_options, next_power_of_2
 from modelrunner.kernels.attention.heads import partner_of, rotated, turn_factors
 from modelrunner.kernels.attention.tile import LOG2E, LOWEST, add_sink, capped, fold, matmul, pages_of, token_offsets, wait_in_loop
 from modelrunner.kernels.attention.work_list import AttentionWork
-from modelrunner.kernels.linear.tiles import reciprocal_rms
 
 Rotary = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor, float]  # q_norm, k_norm, cos_sin, eps
-NormedParts = tuple[int, torch.Tensor | None, float]  # how many; what the projection's input was before its norm, and the norm's eps
 
 COMBINE_FLOATS = 4096  # of partial results that a program looks at together
 
@@ -89,24 +87,11 @@ def repeated(x, M: tl.constexpr):
 
 
 @triton.jit
-def projected(ptr, at, mask, factor, step, PARTS: tl.constexpr, dtype: tl.constexpr):
-    """The projection's output at offsets `at`. PARTS > 0: that many float32 parts, `step` apart, which are added in their order."""
-    if PARTS == 0:
-        return tl.load(ptr + at, mask=mask, other=0.0)
-    else:
-        total = tl.load(ptr + at, mask=mask, other=0.0)
-        for s in tl.static_range(1, PARTS):
-            total += tl.load(ptr + s * step.to(tl.int64) + at, mask=mask, other=0.0)
-        return (total * factor).to(dtype)
-
-
-@triton.jit
 def start_row(
-    q_ptr, x_ptr, cache_ptr, q_norm_ptr, k_norm_ptr, cos_sin_ptr, slots_ptr, row, head, split, splits, query_len, scale, softcap, eps,
-    q_token, q_head, page_rows, cos_sin_token, x_token, tokens, input_eps,
+    q_ptr, cache_ptr, q_norm_ptr, k_norm_ptr, cos_sin_ptr, slots_ptr, row, head, split, splits, query_len, scale, softcap, eps,
+    q_token, q_head, page_rows, cos_sin_token,
     PAGE: tl.constexpr, NUM_KV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, HAS_NORM: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, dtype: tl.constexpr,
+    BLOCK_M: tl.constexpr, R: tl.constexpr, HAS_NORM: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """Norm and rotate a row's queries and new key; the last chunk's program writes new key and value, and attends to them.
 
@@ -115,22 +100,20 @@ def start_row(
     T: tl.constexpr = BLOCK_M if GROUP > 8 else 8  # rows of the tile, few for the sake of registers
     dim, m = tl.arange(0, BLOCK_D), tl.arange(0, T)
     partner = partner_of(dim, R)
-    factor = reciprocal_rms(x_ptr + row * x_token, input_eps, K, BLOCK_K) if x_ptr is not None else 1.0
-    step = tokens * q_token
-    q_at = row * q_token + (head * GROUP + m % GROUP)[:, None].to(tl.int64) * q_head
+    q_at = q_ptr + row * q_token + (head * GROUP + m % GROUP)[:, None].to(tl.int64) * q_head
     q_ok = (m < GROUP)[:, None] & (dim < D)[None, :]
     # The key goes through the same tile as the queries, all rows alike: then the threads of a row need nothing from others.
     every = tl.zeros([T, 1], tl.int64)
-    new_at = row * q_token + (NUM_KV * GROUP + head) * q_head + every
+    new_at = q_ptr + row * q_token + (NUM_KV * GROUP + head) * q_head + every
     slot = tl.load(slots_ptr + row)
     cos, sin = turn_factors(cos_sin_ptr + row * cos_sin_token + every, dim[None, :], R)
     last = m * 0 + split == splits - 1
     new_ok = last[:, None] & (dim < D)[None, :]
-    q = projected(q_ptr, q_at + dim[None, :], q_ok, factor, step, PARTS, dtype)
-    q_partner = projected(q_ptr, q_at + partner[None, :], q_ok, factor, step, PARTS, dtype)
-    k = projected(q_ptr, new_at + dim[None, :], new_ok, factor, step, PARTS, dtype)
-    k_partner = projected(q_ptr, new_at + partner[None, :], new_ok, factor, step, PARTS, dtype)
-    v = projected(q_ptr, new_at + NUM_KV * q_head + dim[None, :], new_ok, factor, step, PARTS, dtype).to(cache_ptr.dtype.element_ty)
+    q = tl.load(q_at + dim[None, :], mask=q_ok, other=0.0)
+    q_partner = tl.load(q_at + partner[None, :], mask=q_ok, other=0.0)
+    k = tl.load(new_at + dim[None, :], mask=new_ok, other=0.0)
+    k_partner = tl.load(new_at + partner[None, :], mask=new_ok, other=0.0)
+    v = tl.load(new_at + NUM_KV * q_head + dim[None, :], mask=new_ok, other=0.0).to(cache_ptr.dtype.element_ty)
     q = rotated(q, q_partner, q_norm_ptr + every, dim[None, :], partner[None, :], cos, sin, eps, D, HAS_NORM)
     k = rotated(k, k_partner, k_norm_ptr + every, dim[None, :], partner[None, :], cos, sin, eps, D, HAS_NORM)
     k = k.to(cache_ptr.dtype.element_ty)
@@ -146,10 +129,9 @@ def start_row(
     return repeated(q, BLOCK_M), repeated(acc, BLOCK_M), repeated(largest, BLOCK_M), repeated(total, BLOCK_M)
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit
 def decode_attention(
     q_ptr,
-    x_ptr,
     cache_ptr,
     out_ptr,
     items_ptr,
@@ -172,9 +154,6 @@ def decode_attention(
     table_row,
     page_rows,
     cos_sin_token,
-    x_token,
-    tokens,
-    input_eps,
     NUM_KV: tl.constexpr,
     GROUP: tl.constexpr,
     QUERIES: tl.constexpr,
@@ -187,9 +166,6 @@ def decode_attention(
     AT_ONCE: tl.constexpr,
     HOLD: tl.constexpr,
     R: tl.constexpr,
-    PARTS: tl.constexpr,
-    K: tl.constexpr,
-    BLOCK_K: tl.constexpr,
     HAS_NORM: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
@@ -201,8 +177,7 @@ def decode_attention(
     R > 0: q is the projection's output, one new token a row, and so much of a head is rotated: this kernel norms and rotates queries and
     new key, and writes new key and value, which it does not read back. What earlier steps wrote is read before the queries are there: the
     list (by an earlier kernel, which ran to its end), and old keys and values: as many as the pipeline holds, or, with HOLD and R = 0, a
-    block of them in registers. PARTS > 0: q are float32 parts of the projection's output, of `tokens`
-    rows, and x, if there is one, its input, of size K, by whose 1 / rms they are yet to be multiplied.
+    block of them in registers.
     """
     if PDL:
         gdc_launch_dependents()
@@ -251,7 +226,7 @@ def decode_attention(
         ahead = begin + tl.arange(0, BLOCK_S)
         next_page = pages_of(table, ahead, (ahead >= start) & (ahead < end), PAGE)
         if FUSED:
-            q = tl.zeros([BLOCK_M, BLOCK_D], out_ptr.dtype.element_ty)
+            q = tl.zeros([BLOCK_M, BLOCK_D], q_ptr.dtype.element_ty)
         else:
             if PDL:
                 gdc_wait()
@@ -270,10 +245,9 @@ def decode_attention(
                     if PDL:
                         wait_in_loop()
                     q, acc, largest, total = start_row(
-                        q_ptr, x_ptr, cache_ptr, q_norm_ptr, k_norm_ptr, cos_sin_ptr, slots_ptr, first_token, head, split, splits,
-                        query_len, scale, softcap, eps, q_token, q_head, page_rows, cos_sin_token, x_token, tokens,
-                        input_eps,
-                        PAGE, NUM_KV, GROUP, D, BLOCK_D, BLOCK_M, R, PARTS, K, BLOCK_K, HAS_NORM, HAS_SOFTCAP, out_ptr.dtype.element_ty,
+                        q_ptr, cache_ptr, q_norm_ptr, k_norm_ptr, cos_sin_ptr, slots_ptr, first_token, head, split, splits, query_len,
+                        scale, softcap, eps, q_token, q_head, page_rows, cos_sin_token,
+                        PAGE, NUM_KV, GROUP, D, BLOCK_D, BLOCK_M, R, HAS_NORM, HAS_SOFTCAP,
                     )  # fmt: skip
             key = block + tl.arange(0, BLOCK_S)
             there = (key >= start) & (key < end) if HAS_WINDOW else key < end
@@ -328,12 +302,10 @@ def decode_rows(
     softcap: float | None,
     sinks: torch.Tensor | None,
     rotary: Rotary | None = None,
-    parts: NormedParts | None = None,
 ) -> None:
     """Attention of the tokens of the decode rows, into the first tokens of out: [T, H, D], contiguous.
 
-    q: [T, H, D]. With rotary, q is a view [T, H, D] of the projection's output, in which its keys and values follow; they are written. With
-    parts, of the first of them.
+    q: [T, H, D]. With rotary, q is a view [T, H, D] of the projection's output, in which its keys and values follow; they are written.
     """
     decode = work.decode
     config, device = decode.config, q.device
@@ -341,11 +313,8 @@ def decode_rows(
     block_dim, rows_out = max(16, next_power_of_2(dim)), next_power_of_2(decode.queries * group)
     programs = min(decode.items.shape[0] * num_kv, processors(device) * config.programs)
     q_norm, k_norm, cos_sin, eps = (None, None, None, 0.0) if rotary is None else rotary
-    num_parts, x, input_eps = (0, None, 0.0) if parts is None else parts
-    inner = 1 if x is None else x.shape[1]
     decode_attention[(programs,)](
         q,
-        x,
         cache,
         out,
         decode.items,
@@ -368,9 +337,6 @@ def decode_rows(
         work.block_table.stride(0),
         work.page_rows,
         0 if cos_sin is None else cos_sin.stride(0),
-        0 if x is None else x.stride(0),
-        q.shape[0],
-        input_eps,
         NUM_KV=num_kv,
         GROUP=group,
         QUERIES=decode.queries,
@@ -383,9 +349,6 @@ def decode_rows(
         AT_ONCE=max(2, COMBINE_FLOATS // (rows_out * block_dim)),
         HOLD=config.hold and rotary is None,
         R=0 if cos_sin is None else cos_sin.shape[1],
-        PARTS=num_parts,
-        K=inner,
-        BLOCK_K=next_power_of_2(inner),
         HAS_NORM=q_norm is not None,
         HAS_SOFTCAP=softcap is not None,
         HAS_WINDOW=work.window is not None,

@@ -23,7 +23,6 @@ from modelrunner.kernels.attention.work_list import (
 )
 from modelrunner.kernels.attention.write import indexed_write, write_cache
 from modelrunner.kernels.builds import Build
-from modelrunner.kernels.linear.products import norm_matmul, norm_matmul_parts
 
 
 def indexed_attention(
@@ -102,58 +101,17 @@ def qkv_attention(
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The fusion of that name: one launch for few decode rows of one token each, else two. slots: those of the index."""
-    if not _in_one_launch(index):
+    decode = index.decode
+    if index.prefill is not None or decode.queries > 1 or not decode.config.fused:
         q = qkv_rope_write(qkv, num_heads, num_kv_heads, q_norm, k_norm, eps, cos_sin, cache, slots, index)
         return indexed_attention(q, cache, index, scale=scale, softcap=softcap, sinks=sinks)
     if qkv.stride(1) != 1 or cos_sin.stride(1) != 1:
         qkv, cos_sin = qkv.contiguous(), cos_sin.contiguous()
-    q = _queries(qkv, num_heads, cache)
+    dim = cache.shape[4]
+    q = qkv.as_strided((qkv.shape[0], num_heads, dim), (qkv.stride(0), dim, 1), qkv.storage_offset())
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     decode_rows(q, cache, out, index, scale, softcap, sinks, (q_norm, k_norm, cos_sin, eps))
     return out
-
-
-def norm_qkv_attention(
-    x: torch.Tensor,
-    norm_weight: torch.Tensor,
-    norm_eps: float,
-    weight: torch.Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    q_norm: torch.Tensor | None,
-    k_norm: torch.Tensor | None,
-    eps: float,
-    cos_sin: torch.Tensor,
-    cache: torch.Tensor,
-    slots: torch.Tensor,
-    index: AttentionWork,
-    *,
-    scale: float,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The fusion of that name: where attention is one launch, it adds the projection's parts itself."""
-    qkv = (norm_matmul_parts if _in_one_launch(index) else norm_matmul)(x, norm_weight, norm_eps, weight)
-    if isinstance(qkv, torch.Tensor):
-        heads = (num_heads, num_kv_heads, q_norm, k_norm, eps)
-        return qkv_attention(qkv, *heads, cos_sin, cache, slots, index, scale=scale, softcap=softcap, sinks=sinks)
-    if cos_sin.stride(1) != 1:
-        cos_sin = cos_sin.contiguous()
-    q, parts = _queries(qkv.sums[0], num_heads, cache), (qkv.sums.shape[0], qkv.normed, norm_eps)
-    out = torch.empty(q.shape, dtype=x.dtype, device=q.device)
-    decode_rows(q, cache, out, index, scale, softcap, sinks, (q_norm, k_norm, cos_sin, eps), parts)
-    return out
-
-
-def _in_one_launch(index: AttentionWork) -> bool:
-    """Whether norm, rotation and write of keys and values are a part of attention."""
-    return index.prefill is None and index.decode.queries == 1 and index.decode.config.fused
-
-
-def _queries(qkv: torch.Tensor, num_heads: int, cache: torch.Tensor) -> torch.Tensor:
-    """The view [T, H, D] of the queries, in the projection's output."""
-    dim = cache.shape[4]
-    return qkv.as_strided((qkv.shape[0], num_heads, dim), (qkv.stride(0), dim, 1), qkv.storage_offset())
 
 
 OVERRIDES: dict[str, Callable[..., Any]] = {
@@ -165,7 +123,6 @@ OVERRIDES: dict[str, Callable[..., Any]] = {
     "gather_pages": gather_pages,
     "qkv_rope_write": qkv_rope_write,
     "qkv_attention": qkv_attention,
-    "norm_qkv_attention": norm_qkv_attention,
 }
 FIXED: dict[str, Callable[..., Any]] = {
     "attention_index": fixed_index,
@@ -176,7 +133,7 @@ FIXED: dict[str, Callable[..., Any]] = {
 }
 
 
-def _decode_build(kind: str, group: int, dim: int, rows: int, queries: int = 1, fused: bool = False, parts: int = 0) -> Build:
+def _decode_build(kind: str, group: int, dim: int, rows: int, queries: int = 1, fused: bool = False) -> Build:
     config = choose_decode(rows, dim, torch.float32 if kind == "fp32" else torch.bfloat16)
     rows_out = next_power_of_2(group * queries)
     constants = {
@@ -192,14 +149,10 @@ def _decode_build(kind: str, group: int, dim: int, rows: int, queries: int = 1, 
         "AT_ONCE": max(2, COMBINE_FLOATS // (rows_out * next_power_of_2(dim))),
         "HOLD": config.hold and not fused,
         "R": dim if fused else 0,
-        "PARTS": parts,
-        "K": 1024 if parts else 1,
-        "BLOCK_K": 1024 if parts else 1,
         "HAS_NORM": fused,
-    } | ({} if parts else {"x_ptr": None})
-    spill = (32 if parts else 16) if fused else 0  # outside the loop: A100's compiler prefers them to a lower occupancy
-    signature = _signature(kind) | ({"q_ptr": "*fp32"} if parts else {})
-    return Build(decode_attention, signature, constants | _PLAIN, config.num_warps, config.num_stages, spill, _STEPS)
+    }
+    spill = 16 if fused else 0  # outside the loop: A100's compiler prefers them to a lower occupancy
+    return Build(decode_attention, _signature(kind), constants | _PLAIN, config.num_warps, config.num_stages, spill, _STEPS)
 
 
 def _prefill_build(kind: str, group: int, dim: int, choose: Callable[..., PrefillConfig] = choose_prefill) -> Build:
@@ -230,10 +183,10 @@ def _gathered_build(kind: str, group: int, dim: int) -> Build:
 
 def _signature(kind: str) -> dict[str, str]:
     """Types of both attention kernels' arguments."""
-    values = dict.fromkeys(("q_ptr", "x_ptr", "cache_ptr", "out_ptr", "sinks_ptr", "q_norm_ptr", "k_norm_ptr"), f"*{kind}")
+    values = dict.fromkeys(("q_ptr", "cache_ptr", "out_ptr", "sinks_ptr", "q_norm_ptr", "k_norm_ptr"), f"*{kind}")
     lists = dict.fromkeys(("items_ptr", "tiles_ptr", "count_ptr", "arrivals_ptr", "table_ptr"), "*i32")
     numbers = {"scale": "fp32", "softcap": "fp32", "window": "i32", "eps": "fp32", "slots_ptr": "*i64"}
-    numbers |= dict.fromkeys(("partial_ptr", "lse_ptr", "cos_sin_ptr"), "*fp32") | {"tokens": "i32", "input_eps": "fp32"}
+    numbers |= dict.fromkeys(("partial_ptr", "lse_ptr", "cos_sin_ptr"), "*fp32")
     return values | lists | numbers | dict.fromkeys(_STEPS, "i32")
 
 
@@ -267,13 +220,12 @@ def _list_builds() -> list[Build]:
     ]
 
 
-_STEPS = ("q_token", "q_head", "table_row", "page_rows", "cos_sin_token", "x_token")
+_STEPS = ("q_token", "q_head", "table_row", "page_rows", "cos_sin_token")
 _PLAIN = {"HAS_SOFTCAP": False, "HAS_WINDOW": False, "HAS_SINKS": False, "PDL": True}
 BUILDS = [
     *[_decode_build("bf16", 2, 128, rows) for rows in (1, 8, 128)],
     *[_decode_build("bf16", 2, 128, rows, fused=True) for rows in (1, 8, 32)],
     _decode_build("bf16", 4, 128, 8, fused=True),
-    *[_decode_build("bf16", 2, 128, rows, fused=True, parts=parts) for rows, parts in ((8, 4), (32, 2))],
     *[_decode_build("bf16", 3, 64, rows) for rows in (1, 128)],
     _decode_build("bf16", 3, 64, 1, fused=True),
     _decode_build("bf16", 4, 128, 32, queries=4),

@@ -39,8 +39,7 @@ def run(tiles: Gemv | Tiles | Stream, x: torch.Tensor, weight: torch.Tensor, ext
     """
     if isinstance(tiles, Gemv):
         return _run_gemv(tiles, x, weight, extras)
-    result = multiply(tiles, x, weight, extras)
-    return result if isinstance(result, torch.Tensor) else add(result, x, extras)
+    return _run_tiles(tiles, x, weight, extras)
 
 
 def _output(x: torch.Tensor, weight: torch.Tensor, extras: Extras) -> torch.Tensor:
@@ -58,72 +57,53 @@ def _run_gemv(tiles: Gemv, x: torch.Tensor, weight: torch.Tensor, extras: Extras
     return out
 
 
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """A product in parts that are yet to be added, in their order.
-
-    sums: float32 [split, T, N or 2N]. normed: the product's input [T, K], if the sums are yet to be multiplied by the 1 / rms of it.
-    """
-
-    sums: torch.Tensor
-    normed: torch.Tensor | None
-
-
-def multiply(tiles: Tiles | Stream, x: torch.Tensor, weight: torch.Tensor, extras: Extras) -> torch.Tensor | Parts:
-    """As `run`, but what is computed in parts stays so: `add` does the rest of `extras`."""
+def _run_tiles(tiles: Tiles | Stream, x: torch.Tensor, weight: torch.Tensor, extras: Extras) -> torch.Tensor:
     if extras.norm is not None and not (isinstance(tiles, Tiles) and tiles.fused_norm):
         x, extras = rms_norm(x, extras.norm, extras.eps), replace(extras, norm=None)
-    launch, split, rows, width = (_launch_stream if isinstance(tiles, Stream) else _launch_tiles), tiles.split, x.shape[0], weight.shape[0]
+    launch, out, split = (_launch_stream if isinstance(tiles, Stream) else _launch_tiles), _output(x, weight, extras), tiles.split
     if split == 1:
-        out = _output(x, weight, extras)
         launch(tiles, x, weight, extras, out, None)
         return out
-    parts = Parts(torch.empty((split, rows, width), dtype=torch.float32, device=x.device), x if extras.norm is not None else None)
+    parts = torch.empty((split, x.shape[0], weight.shape[0]), dtype=torch.float32, device=x.device)
     launch(tiles, x, weight, replace(extras, residual=None), None, parts)
-    return parts
+    (rows, outputs), inner, residual = out.shape, x.shape[1], extras.residual
+    sum_kernel[(rows, triton.cdiv(outputs, SUM_BLOCK))](
+        parts, None if extras.norm is None else x, extras.scale, residual, out, rows, outputs, x.stride(0), _stride(residual), extras.eps,
+        K=inner, BLOCK_K=triton.next_power_of_2(inner), BLOCK=SUM_BLOCK, SPLIT=split, ACT=extras.act, num_warps=2, **pdl(x),
+    )  # fmt: skip
+    return out
 
 
 def _launch_tiles(
-    tiles: Tiles, x: torch.Tensor, weight: torch.Tensor, extras: Extras, out: torch.Tensor | None, parts: Parts | None
+    tiles: Tiles, x: torch.Tensor, weight: torch.Tensor, extras: Extras, out: torch.Tensor | None, parts: torch.Tensor | None
 ) -> None:
-    rows, outputs = x.shape[0], weight.shape[0] // (2 if extras.act else 1)
+    """Into out, or plain sums into parts [split, T, N or 2N]."""
+    rows, outputs, residual = x.shape[0], weight.shape[0] // (2 if extras.act else 1), extras.residual
     dependent = pdl(x)
     if x.is_cuda and not dependent["PDL"]:
         tiles = tiles.pipelined()
-    residual, sums = extras.residual, None if parts is None else parts.sums
     tile_kernel[(triton.cdiv(outputs, tiles.bn), tiles.split, triton.cdiv(rows, tiles.bt))](
-        x, extras.norm, weight, extras.scale, residual, out, sums, rows, outputs, x.stride(0), _stride(residual), extras.eps,
+        x, extras.norm, weight, extras.scale, residual, out, parts, rows, outputs, x.stride(0), _stride(residual), extras.eps,
         K=x.shape[1], BT=tiles.bt, BN=tiles.bn, BK=tiles.bk, SPLIT=tiles.split, ACT=extras.act, HOLD=tiles.stages == 1,
         WARM=tiles.warm and dependent["PDL"], num_warps=tiles.warps, num_stages=tiles.stages, **dependent,
     )  # fmt: skip
 
 
 def _launch_stream(
-    tiles: Stream, x: torch.Tensor, weight: torch.Tensor, extras: Extras, out: torch.Tensor | None, parts: Parts | None
+    tiles: Stream, x: torch.Tensor, weight: torch.Tensor, extras: Extras, out: torch.Tensor | None, parts: torch.Tensor | None
 ) -> None:
-    rows, outputs = x.shape[0], weight.shape[0] // (2 if extras.act else 1)
+    """As `_launch_tiles`, without norm and scale."""
+    rows, outputs, residual = x.shape[0], weight.shape[0] // (2 if extras.act else 1), extras.residual
     if x.stride(0) * x.element_size() % 16 or x.data_ptr() % 16:
         x = x.contiguous()
-    dependent, residual = pdl(x), extras.residual
+    dependent = pdl(x)
     ahead, chunk = (tiles.ahead, tiles.chunk) if dependent["PDL"] else (0, 0)
     blocks = [TensorDescriptor(m, [*m.shape], [m.stride(0), 1], [size, tiles.bk]) for m, size in ((x, tiles.bt), (weight, tiles.bn))]
     stream_kernel[(triton.cdiv(outputs, tiles.bn), tiles.split, triton.cdiv(rows, tiles.bt))](
-        *blocks, weight, residual, out, None if parts is None else parts.sums, rows, outputs, _stride(residual),
+        *blocks, weight, residual, out, parts, rows, outputs, _stride(residual),
         K=x.shape[1], BT=tiles.bt, BN=tiles.bn, BK=tiles.bk, SPLIT=tiles.split, ACT=extras.act,
         AHEAD=ahead, CHUNK=chunk, num_warps=tiles.warps, num_stages=tiles.stages, **dependent,
     )  # fmt: skip
-
-
-def add(parts: Parts, x: torch.Tensor, extras: Extras) -> torch.Tensor:
-    """[T, N] in x's type, from the parts of the product of x [T, K]."""
-    split, rows, width = parts.sums.shape
-    out = torch.empty((rows, width // 2 if extras.act else width), dtype=x.dtype, device=x.device)
-    outputs, inner, residual = out.shape[1], x.shape[1], extras.residual
-    sum_kernel[(rows, triton.cdiv(outputs, SUM_BLOCK))](
-        parts.sums, parts.normed, extras.scale, residual, out, rows, outputs, x.stride(0), _stride(residual), extras.eps,
-        K=inner, BLOCK_K=triton.next_power_of_2(inner), BLOCK=SUM_BLOCK, SPLIT=split, ACT=extras.act, num_warps=2, **pdl(x),
-    )  # fmt: skip
-    return out
 
 
 def _stride(residual: torch.Tensor | None) -> int:

@@ -81,7 +81,7 @@ def plan(
     if outputs * inner * (2 if gated else 1) >= LARGE:
         if streams and outputs < HEAD:
             return _stream(rows, outputs, inner, gated)
-        return None if norm else _large(rows, outputs, inner)
+        return None if norm else _large(rows, outputs, inner, streams)
     if norm and rows > 64:
         return None
     return _small(rows, outputs, inner, gated, norm, not (norm and half))
@@ -107,26 +107,29 @@ def _gemv(rows: int, outputs: int, inner: int, gated: bool) -> Gemv | None:
     return Gemv(max(1, bn // 2), 2048, 8) if inner <= 16384 else None
 
 
-def _stream(rows: int, outputs: int, inner: int, gated: bool) -> Stream | None:
+def _stream(rows: int, outputs: int, inner: int, gated: bool) -> Stream:
     """More weights than the multiprocessors hold at once, of a layer: all programs run together, with what pipelines fit in shared memory.
 
-    Rows of weights are read 256 bytes at a time: with 128, memory is slower.
+    The longer the pieces of a row of weights that are read at a time, the faster is memory.
     """
-    bt, parts = _rows_of_tile(rows, TILE_ROWS), 2 if gated else 1
-    if gated and bt <= 32:
-        return None
-    bn, bk = 64, 64 if gated else 128
-    split = next((n for n in (1, 2, 3, 4, 6, 8) if outputs // bn * n >= STREAMS and inner % (n * bk) == 0), 8)
-    return Stream(bt, bn, bk, split, 4, min(8, PIPELINE // (2 * bk * (bn * parts + bt))), 512)
+    bt, height = _rows_of_tile(rows, TILE_ROWS), 128 if gated else 64
+    bk = max(64, 256 // (height // 64) // (1 if bt <= 32 else 2))
+    split = next((n for n in (1, 2, 3, 4, 6, 8) if outputs // 64 * n >= STREAMS and inner % (n * bk) == 0), 8)
+    # Many rows of gate and up: two programs a multiprocessor, as there are too many for one each.
+    room = PIPELINE // 2 if gated and bt > 32 else PIPELINE
+    ahead = min(512, inner // split // bk * bk)
+    return Stream(bt, 64, bk, split, 4, min(8, room // (2 * bk * (height + bt))), ahead)
 
 
-def _large(rows: int, outputs: int, inner: int) -> Tiles | None:
+def _large(rows: int, outputs: int, inner: int, streams: bool) -> Tiles | Stream | None:
     """More weights than the multiprocessors hold at once."""
     bt = _rows_of_tile(rows)
-    if outputs >= HEAD:
-        return Tiles(bt, 64, 128, 1, 4, 4, warm=False) if 8 < rows <= 32 and inner <= 2048 else None
     if rows > 32:
         return None
+    if outputs >= HEAD:
+        if rows > 8 and inner <= 2048:
+            return Tiles(bt, 64, 128, 1, 4, 4, warm=False)
+        return Stream(bt, 64, 128, 1, 4, PIPELINE // 2 // (256 * (64 + bt))) if streams else None
     return Tiles(bt, 64, 128, 8, 4, 3, warm=False) if inner <= 4096 else Tiles(bt, 64, 128, 2, 4, 4, warm=False)
 
 

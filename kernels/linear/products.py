@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import linear
 
 from modelrunner.kernels.activation.gated import GELU_TANH, SILU, gelu_tanh_mul, silu_mul
-from modelrunner.kernels.linear.launch import PLAIN, Extras, Parts, multiply, run
+from modelrunner.kernels.linear.launch import PLAIN, Extras, run
 from modelrunner.kernels.linear.plan import TILE_ROWS, Gemv, Stream, Tiles, plan
 from modelrunner.kernels.linear.reference import int8_matmul as reference_int8_matmul
 from modelrunner.kernels.norm.rows import rms_norm
@@ -53,14 +53,6 @@ def norm_matmul(x: torch.Tensor, norm_weight: torch.Tensor, eps: float, weight: 
     if tiles is None:
         return linear(rms_norm(x, norm_weight, eps), weight)
     return run(tiles, x, weight, Extras(norm=norm_weight, eps=eps))
-
-
-def norm_matmul_parts(x: torch.Tensor, norm_weight: torch.Tensor, eps: float, weight: torch.Tensor) -> torch.Tensor | Parts:
-    """`norm_matmul`, or its parts where it is computed in parts."""
-    tiles = _choose(x, weight, weight.shape[0], False, True)
-    if tiles is None or isinstance(tiles, Gemv):
-        return norm_matmul(x, norm_weight, eps, weight)
-    return multiply(tiles, x, weight, Extras(norm=norm_weight, eps=eps))
 
 
 def norm_gated_matmul(x: torch.Tensor, norm_weight: torch.Tensor, eps: float, weight: torch.Tensor, activation: str) -> torch.Tensor:

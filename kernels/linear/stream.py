@@ -34,7 +34,8 @@ def stream_kernel(
     first, split, row = tl.program_id(0) * BN, tl.program_id(1), tl.program_id(2) * BT
     start = split * (STEPS * BK)
     if AHEAD > 0:
-        prefetch_rows(w_ptr, start, N, K, BN, AHEAD, ACT)
+        for ahead in tl.static_range(0, AHEAD, BK):  # all rows of a step before any row of the next
+            prefetch_rows(w_ptr, start + ahead, N, K, BN, BK, ACT)
     n = first + tl.arange(0, BN)
     t = row + tl.arange(0, BT)
     if PDL:

@@ -87,27 +87,19 @@ class Attention(nn.Module):
 
     def residual(self, x: torch.Tensor, norm: RMSNorm, cos_sin: torch.Tensor, attention: Mapping[str, BoundAttention]) -> torch.Tensor:
         """x + attention(norm(x)), where operations may be fused. Shapes as in `forward`; a new tensor."""
-        if self.norm_all_heads:
-            heads = self.heads(self.qkv.normed(x, norm), cos_sin, attention)
-        else:
-            heads = attention[self.group].from_normed(x, norm, self.qkv, self.rotary(cos_sin), self.layer)
-        return self.output.added(heads, x)
+        return self.output.added(self.heads(self.qkv.normed(x, norm), cos_sin, attention), x)
 
     def heads(self, qkv: torch.Tensor, cos_sin: torch.Tensor, attention: Mapping[str, BoundAttention]) -> torch.Tensor:
         """What the heads see: [T, (HQ + 2 HK) * D] -> [T, HQ * D]."""
         norms = self.q_norm, self.k_norm
-        if norms[0] is None or norms[1] is None or not self.norm_all_heads:
-            return attention[self.group].from_qkv(qkv, self.rotary(cos_sin), self.layer)
+        if norms[0] is None or norms[1] is None:
+            return attention[self.group].from_qkv(qkv, Rotary(cos_sin), self.layer)
+        if not self.norm_all_heads:
+            return attention[self.group].from_qkv(qkv, Rotary(cos_sin, norms[0].weight, norms[1].weight, norms[0].eps), self.layer)
         q, k, v = qkv.split(self.sizes, -1)
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in (norms[0](q), norms[1](k), v))
         q, k = self.ops.apply_rope(q, k, None, cos_sin)
         return attention[self.group](q, k, v, self.layer)
-
-    def rotary(self, cos_sin: torch.Tensor) -> Rotary:
-        """What happens to each head between projection and attention."""
-        if self.q_norm is None or self.k_norm is None:
-            return Rotary(cos_sin)
-        return Rotary(cos_sin, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
 
 
 class GatedMLP(nn.Module):

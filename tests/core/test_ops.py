@@ -189,7 +189,6 @@ def test_the_built_in_operations_resolve_and_run() -> None:
         "matmul_add",
         "norm_gated_matmul",
         "norm_matmul",
-        "norm_qkv_attention",
         "qkv_attention",
         "qkv_rope_write",
         "sample_rows",

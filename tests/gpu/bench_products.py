@@ -33,7 +33,7 @@ except ImportError:  # not installed: the kernels need nothing but their own fol
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch  # noqa: E402
-from product_tiles import MODELS, Config, Model, Product, candidates, default, heads, short, variants  # noqa: E402
+from product_tiles import MODELS, Config, Model, Product, candidates, default, heads, short, together, variants  # noqa: E402
 
 from modelrunner.kernels.activation.gated import silu_mul  # noqa: E402
 from modelrunner.kernels.linear.launch import Extras, run  # noqa: E402
@@ -225,6 +225,9 @@ def report(bench: Bench, rows: int, best: dict[str, Config], found: dict[str, Fo
     products, name = bench.model.products[:4], bench.model.name
     records: list[dict[str, object]] = []
     none: dict[str, Config] = dict.fromkeys(best)
+    if rows > 4 and bench.model.name == "8b":
+        alike = {title: bench.chain(rows, dict(configs))[0] for title, configs in together(products, rows)}
+        print(f"{name} {rows:4} alike: {', '.join(f'{title} {us:.0f}' for title, us in alike.items())}", flush=True)
     shipped = {p.name: default(p, rows) for p in products}
     chains = {"cuBLAS": none, "default": shipped, "best": best}
     outs, times = [], []
@@ -256,9 +259,13 @@ def sweep(bench: Bench, many: list[int], options: argparse.Namespace, end: float
     }
     for rows in many:
         todo[rows]["head"] = heads(rows)
+        if rows > 4 and name == "8b":
+            for _, alike in together(products, rows):
+                for product, config in alike.items():
+                    todo[rows].setdefault(f"{product} alike", []).append(config)
     # A tile kernel is compiled once for all numbers of rows, a GEMV for each.
     jobs: dict[object, tuple[str, str, int, Config]] = {
-        (product, c, rows if isinstance(c, Gemv) else 0): (name, product, rows, c)
+        (product.split()[0], c, rows if isinstance(c, Gemv) else 0): (name, product.split()[0], rows, c)
         for rows, configs in todo.items()
         for product, those in configs.items()
         for c in those

@@ -11,11 +11,9 @@ import torch
 from triton_world import DEVICE, DTYPES, agree, close
 
 from modelrunner.kernels.attention import prefill_list, reference, work_list
-from modelrunner.kernels.attention.gpu import OVERRIDES, indexed_attention, norm_qkv_attention, qkv_attention
+from modelrunner.kernels.attention.gpu import OVERRIDES, indexed_attention, qkv_attention
 from modelrunner.kernels.attention.prefill_list import GATHER_BYTES, GATHER_QUERIES, ITEM, PrefillConfig, choose_gathered
 from modelrunner.kernels.attention.work_list import DecodeConfig, build_work
-from modelrunner.kernels.linear import products
-from modelrunner.kernels.linear.plan import Tiles
 from modelrunner.kernels.norm.reference import rms_norm
 from modelrunner.kernels.rope.reference import apply_rope
 
@@ -395,24 +393,3 @@ def test_fused_head_shapes(heads: tuple[int, int, int]) -> None:
 
 def test_a_fused_mixed_step_takes_two_launches() -> None:
     Fused(make_step(MIXED, num_decode=2, padding=3), 16, True).check(CHUNKS)
-
-
-@pytest.mark.parametrize("config", [None, *CONFIGS])
-@pytest.mark.parametrize(
-    "tiles", [Tiles(16, 32, 64, 4, 4, 2), Tiles(16, 32, 64, 3, 4, 1, fused_norm=False)], ids=["norm-fused", "norm-apart"]
-)
-def test_parts_of_the_projection_are_added_by_attention(tiles: Tiles, config: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the very bits that they have when a launch of their own adds them."""
-    monkeypatch.setattr(products, "plan", lambda *_: tiles)
-    fused = Fused(make_step([(62, 1), (0, 1), (0, 0), (31, 1), (16, 1)], 7, num_decode=5), 16, True)
-    step, (tokens, width) = fused.step, fused.qkv.shape
-    x, norm, weight = torch.randn(tokens, 200).to(DEVICE), 1 + torch.rand(200).to(DEVICE), torch.randn(width, 200).to(DEVICE) / 14
-    arena, work = step.arena.clone(), None if config is None else CONFIGS[config]
-    rest = (fused.heads, fused.kv_heads, *fused.norms, 1e-5, fused.cos_sin)
-    got = norm_qkv_attention(x, norm, 1e-5, weight, *rest, step.arena[:, 1], step.arguments["slots"], step.work(work), scale=SCALE)
-    written, step.arena = step.arena, arena
-    qkv = products.norm_matmul(x, norm, 1e-5, weight)
-    want = qkv_attention(qkv, *rest, step.arena[:, 1], step.arguments["slots"], step.work(work), scale=SCALE)
-    assert got.isfinite().all()
-    assert torch.equal(got, want)
-    assert torch.equal(written[:, 1].nan_to_num(), step.arena[:, 1].nan_to_num())

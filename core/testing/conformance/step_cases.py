@@ -281,17 +281,6 @@ def qkv_attention(ops: Any, draw: Draw, size: Size, rotary: int, normed: bool) -
     return rotated(ops.attention_index, partial(ops.qkv_attention, scale=0.3), draw, size, rotary, normed)
 
 
-def norm_qkv_attention(ops: Any, draw: Draw, size: Size, rotary: int, normed: bool) -> Any:
-    """Queries, keys and values in one tensor as the product of an input's norm."""
-    inner = 512
-
-    def operation(fused: torch.Tensor, *arguments: Any) -> Any:
-        x, norm, weight = draw.noise(fused.shape[0], inner), 1 + draw.noise(inner) / 4, draw.noise(fused.shape[1], inner) / inner**0.5
-        return ops.norm_qkv_attention(x, norm, 1e-5, weight, *arguments, scale=0.3)
-
-    return rotated(ops.attention_index, operation, draw, size, rotary, normed)
-
-
 def rotated(index: Any, operation: Any, draw: Draw, size: Size, rotary: int, normed: bool) -> Any:
     """An operation on queries, keys and values in one tensor, which it must leave as it is."""
     made = Paged(draw, size)
@@ -342,5 +331,4 @@ STEP_CASES: dict[str, tuple[Any, Any]] = {
     "indexed_attention": (indexed_attention, STEPS),
     "qkv_rope_write": (qkv_rope_write, ROTATIONS),
     "qkv_attention": (qkv_attention, ROTATIONS),
-    "norm_qkv_attention": (norm_qkv_attention, ROTATIONS),
 }
