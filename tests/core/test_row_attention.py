@@ -10,8 +10,8 @@ import torch
 
 from modelrunner.assemble import resolve_ops, settle
 from modelrunner.attention import AttentionMeta, Rotary
-from modelrunner.backends.paged import PagedAttention
 from modelrunner.backends import rows as rows_backend
+from modelrunner.backends.paged import PagedAttention
 from modelrunner.backends.rows import RowAttention
 from modelrunner.model_state import FullAttention, SlidingWindow
 from modelrunner.plugin_manager import PluginManager
