@@ -142,6 +142,10 @@ class DeviceSettings(Section):
     name: str = Field(default="auto", min_length=1)
     """Name of a device offer (cpu, cuda, deferred_cpu, or a plugin's); auto takes the best that is present."""
 
+    deterministic: bool = False
+    """A request's tokens and log-probs depend, bit for bit, on nothing but itself: not on the batch, chunks of its prompt, preemption or
+    what the cache holds. Slower; on cuda."""
+
 
 class LinearSettings(Section):
     """How the weights of linear layers are stored and applied."""
@@ -181,6 +185,21 @@ class SamplerSettings(Section):
     penalty_seats: int | None = Field(default=None, ge=0, le=65536)
     """Active requests that can have penalties at the same time; none is scheduler.max_rows, but no more than fit into 128 MiB. A seat
     costs 4 bytes for each id of the vocabulary, on the device."""
+
+    max_logprobs: int = Field(default=20, ge=-1, le=256)
+    """Most log-probs that a request may ask for beside that of its own token, at each position; -1 sets no limit, and lets a request ask
+    for -1, the whole vocabulary. Steps with a request for more than 20 run without a graph then, and copy 4 bytes to the host for each
+    id of the vocabulary, for each of its tokens."""
+
+    logprobs_mode: Literal["raw", "processed"] = "raw"
+    """What log-probs tell: raw is what the model gave, processed what the token was drawn from, after penalties, bans, temperature and
+    filters. Those of prompts are always raw."""
+
+    @field_validator("logprobs_mode", mode="before")
+    @classmethod
+    def _short_mode(cls, mode: Any) -> Any:
+        """Accept vLLM's names too."""
+        return mode.removesuffix("_logprobs") if isinstance(mode, str) else mode
 
 
 class GraphSettings(Section):
