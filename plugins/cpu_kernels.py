@@ -71,7 +71,7 @@ def attention_backend(group: CacheGroup, device: Device) -> Offer[type[Attention
         return Decline(f"rows: runs FullAttention and SlidingWindow groups, not {type(group).__name__}")
     if group.softcap is not None or group.sinks:
         return Decline("rows: has no softcap and no sinks")
-    return Offer("rows", _rows, "family", "each row with exactly its own keys; lengths are read by the host", frozenset({"paged"}))
+    return Offer("rows", _rows, "family", "rows of about one length together; lengths are read by the host", frozenset({"paged"}))
 
 
 def _rows() -> type[AttentionBackend]:

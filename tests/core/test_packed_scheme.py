@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from modelrunner import packed_scheme
-from modelrunner.assemble import resolve_ops, settle
+from modelrunner.assemble import Chooser, resolve_ops, settle
+from modelrunner.checkpoint import ModelCard
 from modelrunner.kernels.linear import fbgemm, onednn
 from modelrunner.kernels.linear.reference import int8_matmul, matmul
 from modelrunner.linear import Int8Scheme, Linear, LinearFactory, LinearScheme, PlainScheme, quantised_rows
@@ -140,6 +143,7 @@ def test_float32_packs_large_layers_and_keeps_their_weights_as_they_are(monkeypa
 
 
 @needs_onednn
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="oneDNN's older kernels do not promise it")
 def test_float32_rows_are_the_same_whatever_stands_beside_them() -> None:
     layer, x = layer_of(PackedFloatScheme, torch.float32, 576, 2000), torch.randn(65, 576)
     layer.load(0, torch.randn(2000, 576))
@@ -173,3 +177,21 @@ def test_float32_products_with_what_stands_around_them_are_the_plain_schemes(lar
     ):
         torch.testing.assert_close(call(mine), call(plain), rtol=1e-4, atol=1e-4)
     assert torch.equal(residual, kept)
+
+
+def test_a_cpu_packs_floats_of_every_type_unless_told_otherwise() -> None:
+    manager = PluginManager.load()
+    card = ModelCard("m", Path(), "safetensors", (), "m")
+
+    def chosen(**given: str) -> type[LinearScheme]:
+        settings = settle({"device.name": "cpu", **given}, manager)
+        device = manager.choose("device", pin="cpu", settings=settings).load()(settings)
+        scheme: type[LinearScheme] = Chooser(manager, settings)(
+            "linear_scheme", setting="linear.scheme", card=card, device=device, settings=settings
+        )
+        return scheme
+
+    assert chosen() is chosen(**{"model.dtype": "float32"}) is PackedFloatScheme
+    assert chosen(**{"model.dtype": "bfloat16"}) is PackedHalfScheme
+    assert chosen(**{"linear.scheme": "int8"}) is PackedInt8Scheme
+    assert chosen(**{"linear.scheme": "plain"}) is PlainScheme

@@ -1,4 +1,4 @@
-"""Attention that gives each row exactly its own keys, against the reference, with NaN wherever nothing may be read."""
+"""Attention that knows how long each row is, against the reference, with NaN wherever nothing may be read."""
 
 from __future__ import annotations
 
