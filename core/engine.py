@@ -297,7 +297,8 @@ class Engine:
 
         tensors: every tensor of a checkpoint under its checkpoint name, one at a time, on any device. version: name of these weights, for
         `RequestOutput.weight_version`; None for the number of updates so far. A running request keeps its tokens, and what the cache holds
-        of it is computed again, so that each later token comes from one version of the weights. Cached prefixes are forgotten.
+        of it is computed again, so that each later token comes from one version of the weights. Cached prefixes are forgotten. Scales of a
+        cache in 8 bits are replaced by those among the tensors, and else stay.
         Outputs collected on the way come from the next `step`.
 
         Raises CheckpointError when the tensors do not fit (see `weights.load_tensors`). When some had been stored by then, the weights are
@@ -308,10 +309,13 @@ class Engine:
             raise RequestError(f"version: got {version!r}; accepted: a string that is not empty, or None")
         self._pause()
         self.scheduler.reset_prefix_cache()
-        state, device = self.assembly.state, self.assembly.device
+        state, device, scales = self.assembly.state, self.assembly.device, self.assembly.scales
+        weight_map = state.weight_map(self.card)
         device.synchronize()
         try:
-            load_tensors(state.module, state.weight_map(self.card), tensors, source="the set of new weights", writing=self._note_write)
+            weights = scales.passing(tensors, weight_map)
+            load_tensors(state.module, weight_map, weights, source="the set of new weights", writing=self._note_write)
+            scales.store()
         except BaseException as error:
             if self._broken_weights:
                 self._broken_weights = f"{type(error).__name__}: {error}"

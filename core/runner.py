@@ -8,7 +8,8 @@ closure is the step: patch, gather, embed, layers, hidden states at the sampling
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -126,6 +127,16 @@ class Runner:
         """Take other cache memory, by group. Only with nothing in flight and nothing captured."""
         self.parts = replace(self.parts, caches=caches, backends=backends)
         self.caches = ByGroup(caches)
+
+    @contextmanager
+    def instead(self, backends: Mapping[str, AttentionBackend]) -> Iterator[None]:
+        """Run steps with other attention backends for some groups, without graphs. Begins and ends with nothing in flight."""
+        own = self.parts
+        self.parts, self.route, self.warming_up = replace(own, backends={**own.backends, **backends}), None, True
+        try:
+            yield
+        finally:
+            self.parts, self.route, self.warming_up = own, None, False
 
     def _blank_plan(self) -> Plan:
         return blank_plans.blank_row(self.parts.table, len(self.parts.layouts))

@@ -45,6 +45,7 @@ __all__ = [
     "settings_class",
 ]
 
+_CACHE_SYNONYMS = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn"}
 _DTYPE_SYNONYMS = {"half": "float16", "float": "float32", "fp16": "float16", "fp32": "float32", "bf16": "bfloat16"}
 
 
@@ -54,6 +55,12 @@ def _dtype_name(value: Any) -> Any:
     return _DTYPE_SYNONYMS.get(name, name)
 
 
+def _cache_dtype_name(value: Any) -> Any:
+    """The same for what a cache may hold."""
+    return _CACHE_SYNONYMS.get(name := _dtype_name(value), name)
+
+
+CacheDTypeName = Annotated[Literal["auto", "float32", "bfloat16", "float16", "float8_e4m3fn"], BeforeValidator(_cache_dtype_name)]
 DTypeName = Annotated[Literal["auto", "float32", "bfloat16", "float16"], BeforeValidator(_dtype_name)]
 
 
@@ -97,8 +104,12 @@ class CacheSettings(Section):
     page_size: int = Field(default=16, ge=1, le=4096)
     """Tokens in a page of the cache group that takes the most bytes a token; the other groups' pages have as many bytes."""
 
-    dtype: DTypeName = "auto"
-    """Type of the cached values; auto is the model's type."""
+    dtype: CacheDTypeName = "auto"
+    """Type of the cached keys and values; auto is the model's type, fp8 is short for float8_e4m3fn, which takes scales."""
+
+    scales: str | None = None
+    """Safetensors file of the scales of a float8_e4m3fn cache, as `LLM.calibrate_cache` gives them; none takes the checkpoint's, or 1 if
+    that has none."""
 
     num_pages: int | None = Field(default=None, ge=1, lt=2**31)
     """Pages in the cache; none works the number out from memory_bytes or memory_fraction."""
