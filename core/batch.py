@@ -51,6 +51,7 @@ EDITED = Feature.ALLOWED | Feature.BIASED | Feature.KEPT_GOING | Feature.BANNED 
 
 
 PROMPT = Feature.PROMPT_LOGPROBS | Feature.ALL_PROMPT_LOGPROBS  # what a row asks for until its prompt is computed
+LOGGED = int(PROMPT | Feature.LOGPROBS)  # a step with any of these has log-probs to send
 UNCAPTURED = PROMPT | Feature.ALL_LOGPROBS  # the host must know which rows ask, so no graph does it
 
 
