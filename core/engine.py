@@ -27,6 +27,7 @@ from modelrunner.batch import Drain, Plan, Ticket
 from modelrunner.caches import free_arena, restore_arena
 from modelrunner.checkpoint import ModelCard
 from modelrunner.errors import CapacityWarning, EngineError, PluginWarning, RequestError, warn_caller
+from modelrunner.guides import End
 from modelrunner.outputs import OutputProcessor
 from modelrunner.page_pool import PagePool
 from modelrunner.request import Prompt, Request, RequestOutput, SamplingParams, make_request, merged_eos
@@ -39,6 +40,7 @@ from modelrunner.watch import Watch
 from modelrunner.weights import load_tensors
 
 FIRST_WEIGHTS = "0"  # version of the weights that an engine starts with
+COMPILING_SECONDS = 0.01  # at most, for a step in which nothing can run before a grammar is compiled
 
 
 class Engine:
@@ -55,6 +57,7 @@ class Engine:
         self.scheduler = self._scheduler(self.assembly)
         self._warn_of_small_cache()
         self.outputs = OutputProcessor(self.tokenizer, self.scheduler, self.assembly.taps.arrays)
+        self.guides = self.assembly.guides
         self.watch = Watch(self.assembly.observers, self.scheduler)
         self.tickets: deque[Ticket] = deque()
         self.requests: dict[str, Request] = {}
@@ -147,6 +150,7 @@ class Engine:
         self.assembly.sampler.check(request, self.settings)
         request.features = int(self.assembly.sampler.features(request.params))
         self.assembly.taps.admit(request)
+        self.guides.open(request)
         self.scheduler.add(request)
         try:
             self.outputs.add(request)
@@ -154,6 +158,7 @@ class Engine:
             self.scheduler.finish(request, "error")
             raise RequestError(f"prompt: the tokenizer cannot turn its ids into text ({type(error).__name__}: {error})") from error
         self.requests[request_id] = request
+        self.guides.start(request)
         self.watch.request_started(request)
 
     def abort(self, request_id: str) -> None:
@@ -189,6 +194,7 @@ class Engine:
         for request in self.scheduler.expire(now):
             self._ended.append(request)
             self._forget(request)
+        self._end_guided(self.guides.poll(now, self.scheduler))
         outputs = self._take_ready()
         try:
             plan = None if self._sleeping else self.scheduler.plan()
@@ -203,6 +209,8 @@ class Engine:
             depth = self.settings.scheduler.pipeline_depth
             outputs += self._collect(keep=depth - 1 if plan is not None else max(len(self.tickets) - 1, 0))
             outputs += self._report_ended()
+            if plan is None and not outputs and self.guides.num_compiling:
+                self.guides.wait(COMPILING_SECONDS)
             if not self.tickets:  # no launch follows that observers could be told after
                 self.watch.deliver()
             return outputs
@@ -246,8 +254,10 @@ class Engine:
             if outcome.extra is not None:
                 self.assembly.taps.keep(outcome, self.scheduler.rows, self.scheduler.request_at)
             committed = self.scheduler.commit(outcome)
+            self.guides.take(committed, self.scheduler)
             outputs += self._process(committed)
             self.watch.committed(ticket.plan, waiting, arrived, committed)
+        self._end_guided(self.guides.fill(self.scheduler, self.settings.grammar.fill_seconds if self.tickets else None))
         return outputs
 
     def _process(self, committed: Committed) -> list[RequestOutput]:
@@ -257,6 +267,10 @@ class Engine:
         for request, keep, reason, stop in stops:
             self._finish(request, reason, stop, keep)
         return outputs
+
+    def _end_guided(self, ends: Iterable[End]) -> None:
+        for request, reason, stop_reason in ends:
+            self._finish(request, reason, stop_reason)
 
     def _report_ended(self) -> list[RequestOutput]:
         ended, self._ended = self._ended, []
@@ -269,6 +283,7 @@ class Engine:
     def _forget(self, request: Request) -> None:
         if self.requests.get(request.id) is request:  # its id may be another request's by now
             del self.requests[request.id]
+            self.guides.forget(request)
             self.watch.request_finished(request)
 
     def _check_alive(self) -> None:

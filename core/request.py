@@ -15,6 +15,7 @@ from modelrunner.sampling_params import INT32_MAX, OutputKind, SamplingParams, a
 
 if TYPE_CHECKING:
     from modelrunner.checkpoint import ModelCard
+    from modelrunner.guides import Guide
     from modelrunner.text import Tokenizer
 
 __all__ = [
@@ -93,7 +94,7 @@ class Request:
     token_ids: prompt, then committed output (output is appended when the row is released; while running it lives in the token log).
     limit: tokens (prompt + output) at which it ends. seed: 64-bit, always set. features: bits of batch.Feature. tap_values: column values
     that taps gave. cache_world: what its cached pages depend on beside tokens, weights and salt. results: a byte record [bytes] uint8 of
-    taps per output token. bad_word_ids: every tokenisation of `params.bad_words`.
+    taps per output token. bad_word_ids: every tokenisation of `params.bad_words`. guide: of a request with structured output.
     """
 
     id: str
@@ -122,6 +123,7 @@ class Request:
     cache_world: bytes | None = None
     results: list[npt.NDArray[np.uint8]] = field(default_factory=list)
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    guide: Guide | None = None
 
     @property
     def stop_ids(self) -> tuple[int, ...]:

@@ -9,9 +9,10 @@ from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, InstanceOf, StrictBool, ValidationError
 
 from modelrunner.errors import CheckpointError, RequestError
+from modelrunner.structured_outputs import StructuredOutputsParams, read_structured_outputs
 
 if TYPE_CHECKING:
     from modelrunner.checkpoint import ModelCard
@@ -235,6 +236,7 @@ ACCEPTED = {
     "max_tokens": "an integer >= 1, or None for as many as the context holds",
     "stop": "a string or a list of strings, none of them empty",
     "stop_token_ids": "a list of token ids (integers >= 0)",
+    "structured_outputs": "StructuredOutputsParams, or None",
     "extra_args": "a mapping of names of taps to their arguments",
     "output_kind": ", ".join(repr(kind.value) for kind in OutputKind),
     **dict.fromkeys(("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"), "True or False"),
@@ -256,6 +258,7 @@ class SamplingParams(BaseModel):
     stop: strings that end the output where the first of them is complete; the text ends before it, or after it with
     `include_stop_str_in_output`. stop_token_ids: ids that end the output, itself the last token; its text is part of the output unless
     it is a special token. skip_special_tokens: leave special tokens out of the text. detokenize: False for ids only.
+    structured_outputs: what the output must look like: a JSON schema, a regular expression, a grammar or one of some texts.
     output_kind: what `Engine.step` reports (`LLM` always waits for the end).
     extra_args: what the request asks of plugins, by the names of their taps; the values are numbers, text, lists and mappings.
 
@@ -283,6 +286,7 @@ class SamplingParams(BaseModel):
     include_stop_str_in_output: StrictBool = False
     skip_special_tokens: StrictBool = True
     detokenize: StrictBool = True
+    structured_outputs: Annotated[InstanceOf[StructuredOutputsParams] | None, BeforeValidator(read_structured_outputs)] = None
     output_kind: OutputKind = OutputKind.CUMULATIVE
     extra_args: Annotated[Mapping[str, Any], BeforeValidator(_extra_args)] = Field(default_factory=dict)
 
@@ -322,6 +326,9 @@ def _message(error: ValidationError) -> str:
             parts.append(f"{shown(name)} is not a sampling parameter{hint} (accepted: {', '.join(sorted(ACCEPTED))})")
             continue
         reason = str(detail["msg"]).removeprefix("Value error, ")
+        if isinstance(detail.get("ctx", {}).get("error"), RequestError):
+            parts.append(reason)
+            continue
         why = f" ({reason})" if reason.startswith("it contains") else ""
         parts.append(f"{name}: got {shown(detail['input'])}{why}; accepted: {ACCEPTED[name]}")
     return "; ".join(parts)
