@@ -115,7 +115,7 @@ class Guides:
         self._ends: list[End] = []
 
     def open(self, request: Request) -> None:
-        """Give a request that asks for structured output its guide. Raises RequestError when there is no backend, or it asks for too much."""
+        """Give a request that asks for structured output its guide. Raises RequestError for too large a grammar, or without a backend."""
         params = request.params.structured_outputs
         if params is None:
             return

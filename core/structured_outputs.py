@@ -70,7 +70,7 @@ def read_structured_outputs(value: object) -> StructuredOutputsParams | None:
     names = [field.name for field in fields(StructuredOutputsParams)]
     if not isinstance(value, Mapping):
         raise RequestError(
-            f"structured_outputs: got {type(value).__name__}; accepted: StructuredOutputsParams, or a mapping with one of {', '.join(names)}"
+            f"structured_outputs: got {_shown(value)}; accepted: StructuredOutputsParams, or a mapping with one of {', '.join(names)}"
         )
     if unknown := [name for name in value if name not in names]:
         raise RequestError(f"structured_outputs: {unknown[0]!r} is not one of its fields (accepted: {', '.join(names)})")

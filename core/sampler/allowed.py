@@ -34,14 +34,14 @@ class Allowed(EditStage):
         if request.guide is not None:
             return {"allowed_ids": request.guide.mask}  # as it is when the row is given out
         ids = request.params.allowed_token_ids
-        return {} if ids is None else {"allowed_ids": bitmask(ids, max(ids) // BITS + 1)}
+        return {} if ids is None else {"allowed_ids": bitmask(ids)}
 
     def features(self, params: SamplingParams) -> Feature:
         return Feature.GREEDY if params.allowed_token_ids is None and params.structured_outputs is None else self.feature
 
 
-def bitmask(ids: Sequence[int], words: int) -> Int32Array:
-    """[words] of which bit v % 32 of word v // 32 is set for each id v."""
-    bits = np.zeros(words * BITS, np.uint8)
+def bitmask(ids: Sequence[int], words: int | None = None) -> Int32Array:
+    """[words] of which bit v % 32 of word v // 32 is set for each id v. words: None for as many as the highest id needs."""
+    bits = np.zeros((max(ids) // BITS + 1 if words is None else words) * BITS, np.uint8)
     bits[list(ids)] = 1
     return np.packbits(bits, bitorder="little").view(np.int32)
