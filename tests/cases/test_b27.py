@@ -43,6 +43,7 @@ def test_a_complete_grammar_ends_the_output(params: dict[str, Any], texts: tuple
     EngineProbe(driver).assert_clean()
 
 
+B_OR_AS, A_OR_AA = StructuredOutputsParams(regex="b|a+"), StructuredOutputsParams(regex="aa?")
 LETTERS = {letter: FIRST_BYTE + ord(letter) for letter in "abtf"}
 
 
@@ -52,10 +53,10 @@ LETTERS = {letter: FIRST_BYTE + ord(letter) for letter in "abtf"}
     [
         ({"structured_outputs": BOOLEAN, "allowed_token_ids": [LETTERS["a"], LETTERS["b"], EOS]}, "allowed_token_ids", ""),
         ({"structured_outputs": A, "bad_words": [[LETTERS["a"]]]}, "bad_words", ""),
-        ({"structured_outputs": StructuredOutputsParams(regex="b|a+"), "allowed_token_ids": [LETTERS["a"]], "bad_words": [[LETTERS["a"]] * 2]}, "bad_words", "a"),
-        ({"structured_outputs": StructuredOutputsParams(regex="aa?"), "bad_words": [[LETTERS["a"]] * 2], "min_tokens": 2}, "min_tokens", "a"),
+        ({"structured_outputs": B_OR_AS, "allowed_token_ids": [LETTERS["a"]], "bad_words": [[LETTERS["a"]] * 2]}, "bad_words", "a"),
+        ({"structured_outputs": A_OR_AA, "bad_words": [[LETTERS["a"]] * 2], "min_tokens": 2}, "min_tokens", "a"),
     ],
-)  # fmt: skip
+)
 def test_a_contradiction_is_the_requests_error_and_names_the_options(params: dict[str, Any], names: str, said: str, depth: int) -> None:
     subject = dense()
     driver = Driver(subject.engine(depth=depth))

@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from modelrunner import Offer, hookimpl
 from modelrunner.grammar import BITS, Grammar, GrammarBackend, Mask, Matcher
@@ -60,7 +60,7 @@ class ChoiceMatcher(Matcher):
 class ChoiceBackend(GrammarBackend):
     """Knows only choices. One that begins with `hold:` is compiled once the file that it names is there; `boom` is a broken library."""
 
-    log: Counter[str] = Counter()
+    log: ClassVar[Counter[str]] = Counter()
 
     def compile(self, params: StructuredOutputsParams) -> Grammar:
         self.log["compiled"] += 1
