@@ -49,7 +49,9 @@ def schema_of(rng: random.Random, depth: int = 0) -> dict[str, Any]:
 
 
 @pytest.mark.skipif(demo_file() is None, reason="the demo model is not installed")
-@pytest.mark.parametrize("count", [pytest.param(12, id="12"), pytest.param(200, id="200", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "count", [pytest.param(12, id="12"), pytest.param(200, id="200", marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
+)
 def test_documents_satisfy_their_schemas(count: int) -> None:
     rng = random.Random(7)
     schemas = [schema_of(rng) for _ in range(count)]
