@@ -48,6 +48,7 @@ class Compiler:
         self._queue: deque[Job] = deque()
         self._changed = threading.Condition()
         self._active = self._lost = 0
+        self._ready_at: float | None = None  # when the backend was made
 
     def submit(self, params: StructuredOutputsParams) -> Job:
         """The job of `params`: an old one if it is remembered. A failed one is tried again."""
@@ -64,6 +65,10 @@ class Compiler:
             self._queue.append(job)
             self._start()
         return job
+
+    def age(self, job: Job, now: float) -> float:
+        """Seconds for which the job waits or runs. Those in which the backend is made, once, do not count."""
+        return 0.0 if self._ready_at is None else now - max(job.submitted, self._ready_at)
 
     def give_up(self, job: Job) -> None:
         """Nobody waits for the job any more. A thread cannot be stopped: it goes on, and another one takes its place."""
@@ -119,6 +124,7 @@ class Compiler:
             with self._making:
                 if self._backend is None:
                     self._backend = self._make_backend()
+                    self._ready_at = self._clock()
             return self._backend.compile(params), ""
         except (ValueError, ModelRunnerError) as error:
             text = str(error) or type(error).__name__

@@ -158,7 +158,7 @@ class Guides:
         """Let requests go on whose grammar is compiled. Returns those that end instead. now: monotonic seconds."""
         ends = []
         for request, job in list(self._compiling.items()):
-            if not job.done and now - job.submitted <= self._settings.compile_limit:
+            if not job.done and self._compiler.age(job, now) <= self._settings.compile_limit:
                 continue
             end = self._begin(request, job)
             if end is None:

@@ -207,10 +207,7 @@ class Scheduler:
         tokens = self._budget.tokens(num_decode, rows.size - num_decode + len(self.admission.queue))
         draft = Draft(self._builder(), tokens, num_decode)
         draft.grow(self._rows, rows, deficits, self.pool)
-        self.num_held = 0
-        if self._rows.num_guided:
-            self.num_held = int(self._rows.held.sum())
-            self.stats.held += self.num_held
+        self.num_held = int(self._rows.held.sum()) if self._rows.num_guided else 0
         draft.take(self._rows, rows, counts)
         if self._rows.num_guided:
             self._send_masks(draft, rows)
@@ -272,6 +269,7 @@ class Scheduler:
         plan = draft.plan(self._step, self._rows)
         if plan is None:
             return None
+        self.stats.held += self.num_held
         table = self._rows
         self._undo = Undo(plan, np.concatenate(draft.sampled), draft.growths, draft.admitted, table.last_ticket[plan.rows])
         table.last_ticket[plan.rows] = plan.step

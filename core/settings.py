@@ -192,7 +192,7 @@ class GrammarSettings(Section):
     """Structured output."""
 
     compile_limit: float = Field(default=10.0, gt=0)
-    """Seconds that a request waits for its grammar to be compiled; then it ends with an error."""
+    """Seconds that a request waits for its grammar to be compiled; then it ends with an error. Loading the backend is not counted."""
 
     compile_threads: int = Field(default=2, ge=1, le=64)
     """Grammars that are compiled at the same time, beside the engine's loop."""

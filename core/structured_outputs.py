@@ -80,7 +80,7 @@ def read_structured_outputs(value: object) -> StructuredOutputsParams | None:
 def _schema_text(value: object) -> str:
     if isinstance(value, Mapping):
         try:
-            text = jsonlib.dumps(value, allow_nan=False)
+            text = jsonlib.dumps(value, allow_nan=False, ensure_ascii=False)
         except (TypeError, ValueError, RecursionError) as error:
             raise RequestError(f"{_refusal('json', value)} ({error})") from None
     elif isinstance(value, str):
@@ -93,6 +93,8 @@ def _schema_text(value: object) -> str:
             raise RequestError(_refusal("json", value))
     else:
         raise RequestError(_refusal("json", value))
+    if not _is_unicode(text):
+        raise RequestError(f"{_refusal('json', value)} (it holds a lone surrogate)")
     return text
 
 

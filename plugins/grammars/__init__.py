@@ -11,7 +11,7 @@ from modelrunner.offers import Decline, Fit, Offer
 if TYPE_CHECKING:
     from modelrunner.grammar import GrammarBackend
 
-MODELRUNNER_API = ">=1.3,<2"
+MODELRUNNER_API = ">=1,<2"
 
 
 def _xgrammar() -> type[GrammarBackend]:
