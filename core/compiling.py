@@ -88,8 +88,9 @@ class Compiler:
 
     def _start(self) -> None:
         """Start the threads that there is work and room for. The lock is held."""
-        waiting = sum(not job.given_up for job in self._queue)
-        while self._active < self._threads and self._active < waiting and self._lost < MOST_LOST * self._threads:
+        for _ in range(sum(not job.given_up for job in self._queue)):
+            if self._active >= self._threads or self._lost >= MOST_LOST * self._threads:
+                return
             self._active += 1
             threading.Thread(target=self._work, name="modelrunner-grammar", daemon=True).start()
 
