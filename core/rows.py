@@ -116,7 +116,7 @@ class HostRows:
     active [bool]: a request holds the row. generation: number of its tenancy. num_prompt: prompt tokens. limit: known tokens at which it
     ends. known, computed: committed. known_upper, computed_upper: committed and planned. last_ticket [int64]: last step that names the row.
     guided [bool]: each of its tokens needs a mask that depends on the one before. held [bool]: that mask is not there yet.
-    token_log [max_rows, max_model_len]: prompt and committed output.
+    token_log [max_rows, max_model_len]: prompt and committed output. features [int64]: bits of `batch.Feature`.
     """
 
     def __init__(self, layouts: Sequence[GroupLayout], max_rows: int, max_model_len: int) -> None:
@@ -129,7 +129,7 @@ class HostRows:
         self.computed = np.zeros(max_rows, np.int32)
         self.known_upper = np.zeros(max_rows, np.int32)
         self.computed_upper = np.zeros(max_rows, np.int32)
-        self.features = np.zeros(max_rows, np.int32)
+        self.features = np.zeros(max_rows, np.int64)
         self.guided = np.zeros(max_rows, np.bool_)
         self.held = np.zeros(max_rows, np.bool_)
         self.num_guided = 0  # active rows that are

@@ -52,6 +52,7 @@ class FlashStep(NamedTuple):
 class FlashAttention3(PagedAttention):
     """Steps of decode rows alone are those of `PagedAttention`, and are captured. Needs the package fa3-fwd."""
 
+    takes_scales = False
     deterministic = False
 
     def __init__(self, group: FullAttention, cache: torch.Tensor, ops: Ops, dtype: torch.dtype) -> None:
@@ -108,7 +109,7 @@ class FlashAttention3(PagedAttention):
         out = self._flash(q, layer, step.prompts)
         if step.decode is not None:
             tokens, decode = step.decode
-            rows = self.ops.indexed_attention(q[:tokens], self.cache[:, layer], decode.index, **self._options(sinks))
+            rows = self.ops.indexed_attention(q[:tokens], self.cache[:, layer], decode.index, **self._options(sinks, layer))
             out[:tokens] = rows.flatten(1)
         return out
 

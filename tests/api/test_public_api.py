@@ -41,6 +41,7 @@ PUBLIC = {
     "structured_outputs": ["StructuredOutputsParams"],
     "cli": ["Command"],
     "request": ["SamplingParams", "RequestOutput", "CompletionOutput"],
+    "logprobs": ["Logprob"],
     "llm": ["LLM"],
     "async_llm": ["AsyncLLM"],
     "testing.conformance": ["KernelConformance", "LinearSchemeConformance", "DeviceConformance", "transformers_checkpoint"],

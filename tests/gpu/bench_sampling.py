@@ -1,7 +1,8 @@
-"""Checks and times the sampling kernels on a GPU: `python tests/gpu/bench_sampling.py [--dry] [--masks]`.
+"""Checks and times the kernels for sampling and log-probs on a GPU: `python tests/gpu/bench_sampling.py [--dry] [--logprobs] [--masks]`.
 
 Times are of CUDA graphs with several copies of the operation over different logits, in microseconds a call; GB/s: one read of the logits
-over that time. --dry: in Triton's interpreter, with small sizes and no times. --masks: only the masks of structured output.
+over that time. --dry: in Triton's interpreter, with small sizes and no times. --logprobs: log-probs alone. --masks:
+masks of structured output alone.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ import torch  # noqa: E402
 
 from modelrunner.kernels.logits import gpu as logits_gpu  # noqa: E402
 from modelrunner.kernels.logits import reference as logits_reference  # noqa: E402
+from modelrunner.kernels.logprobs import gpu as logprobs_gpu  # noqa: E402
+from modelrunner.kernels.logprobs import reference as logprobs_reference  # noqa: E402
 from modelrunner.kernels.sampling import gpu, reference, scan  # noqa: E402
 
 VOCAB = 331 if DRY else 151936
@@ -169,19 +172,53 @@ def masks() -> None:
             print(f"masks on {share:.0%} of {n} rows: {mask:.1f} us, {ratio}; greedy {plain:.1f} us, with masks {whole:.1f} us", flush=True)
 
 
+def asks(n: int, top: int) -> tuple[torch.Tensor, ...]:
+    """Arguments of `token_logprobs` behind the logits: every row wants `top`."""
+    rows = torch.arange(n, dtype=torch.int32, device=DEVICE)
+    return torch.randint(0, VOCAB, (n,), device=DEVICE), rows, torch.full((n,), top, dtype=torch.int32, device=DEVICE)
+
+
+def logprobs() -> None:
+    """Checks log-probs against the reference, and times them beside one read of the logits (their largest, by torch)."""
+    ours, theirs, tops = logprobs_gpu.OVERRIDES["token_logprobs"], logprobs_reference.token_logprobs, (0, 5, 20)
+    wrong, most = 0, 0.0
+    for n in ROWS[:4]:
+        for shape in SHAPES:
+            logits, given = logits_of(n, shape), asks(n, tops[-1])
+            (ranks, ids, values), want = ours(logits, *given, tops[-1]), theirs(logits, *given, tops[-1])
+            wrong += int((ranks != want[0]).sum()) + int((ids != want[1]).sum())
+            most = max(most, float((values - want[2]).abs().max()))
+    print(f"log-probs: {wrong} ranks and ids differ, log-probs by {most:.1e} at most", flush=True)
+    if DRY:
+        return
+    for shape in SHAPES:
+        for n in (1, 32, 256, 1024):
+            pair, read = [logits_of(n, shape) for _ in range(2)], n * VOCAB * 2
+            peak = microseconds(lambda i, pair=pair: pair[i % 2].amax(1), 5)
+            cells = [f"amax {peak:.1f} us"]
+            for top in tops:
+                given = asks(n, top)
+                time = microseconds(lambda i, pair=pair, given=given: ours(pair[i % 2], *given, tops[-1]), 5)
+                cells.append(f"top {top} {time:.1f} us ({read / time / 1e3:.0f} GB/s, {time * 4.8e6 / read:.2f} x a read at 4.8 TB/s)")
+            print(f"log-probs {shape} {n:5} rows: " + ", ".join(cells), flush=True)
+
+
 def main() -> None:
     argparse.ArgumentParser(description=__doc__).parse_known_args()
     torch.manual_seed(0)
+    if "--masks" in sys.argv:
+        return masks()
+    logprobs()
+    if "--logprobs" in sys.argv:
+        return
+    masks()
     lines, rows = [], 0
-    for n in () if "--masks" in sys.argv else ROWS[:5]:
+    for n in ROWS[:5]:
         for shape in SHAPES:
             for temperature in (0.6, 1.0):
                 lines += check(n, shape, temperature)
                 rows += n * len(KINDS)
     print(f"checked {rows} rows, {len(lines)} cases differ", *lines, sep="\n", flush=True)
-    masks()
-    if "--masks" in sys.argv:
-        return
     if DRY:
         return
     print(f"{'us (GB/s)':>14}" + "".join(f"{n:>15}" for n in ROWS))
