@@ -8,15 +8,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from modelrunner.attention import AttentionBackend, NoAttention
+from modelrunner.cache_scales import CacheScales
 from modelrunner.cache_setup import CacheMaker, check_budget
+from modelrunner.caches import stored_type
 from modelrunner.checkpoint import CheckpointReader, ModelCard
 from modelrunner.device import Device
-from modelrunner.errors import CapacityError, ModelRunnerError, PluginError
+from modelrunner.errors import CapacityError, ModelRunnerError, PluginError, SettingsError
 from modelrunner.graphs import capture_problem, decode_buckets, token_buckets
 from modelrunner.linear import LinearFactory
 from modelrunner.model_state import BuildContext, ModelState, Needs, No, Yes, required_features
@@ -39,6 +41,7 @@ from modelrunner.weights import WeightMap, load_weights
 
 T = TypeVar("T")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+CACHE_DTYPES = DTYPES | {"float8_e4m3fn": torch.float8_e4m3fn}
 DEFAULT_DTYPE = {"cpu": "float32"}  # others: bfloat16
 
 
@@ -90,6 +93,7 @@ class Assembly:
     table: RequestTable
     layouts: tuple[GroupLayout, ...]
     arena: torch.Tensor
+    scales: CacheScales
     runner: Runner
     observers: list[tuple[str, Observer]]
 
@@ -103,21 +107,23 @@ def assemble(arguments: Mapping[str, Any], plugins: Sequence[object] = ()) -> As
     reader, card = open_checkpoint(choose)
     tokenizer = None if settings.model.skip_tokenizer_init else choose("tokenizer", card=card, settings=settings)
     device: Device = choose("device", setting="device.name", settings=settings)(settings)
+    require_deterministic(settings, device, f"device {device.name!r}", "device.name")
     ops = resolve_ops(manager, device)
     dtype = model_dtype(settings, device)
     state_type: type[ModelState] = choose("model_state", card=card, settings=settings)
+    cache_dtype = cache_type(settings, dtype)
     with blaming(f"model_state {choose.chosen['model_state']}"):
         state = state_type(card, settings)
         needs = checked_needs(state, card, settings)
         check_cache(settings, device, needs, dtype)
-        build_module(choose, reader, card, state, dtype, device, ops)
+        scales = CacheScales(needs.cache_groups, cache_dtype, device.torch_device)
+        build_module(choose, reader, card, state, dtype, device, ops, scales)
     sampler = Sampler(ops, default_stages())
     taps, needs = collect_taps(manager, card, settings, state, needs, dtype, device)
     max_model_len = min(settings.model.max_model_len or needs.max_model_len, needs.max_model_len)
-    cache_dtype = cache_type(settings, dtype)
-    page_bytes, layouts = page_layout(needs.cache_groups, settings.cache.page_size, cache_dtype.itemsize)
-    attending = {layout.group.name: attention_backend(choose, layout, device) for layout in layouts}
-    maker = CacheMaker(device, ops, settings, layouts, page_bytes, dtype, cache_dtype, attending, max_model_len)
+    page_bytes, layouts = pages_of(needs, settings, dtype)
+    attending = {layout.group.name: attention_backend(choose, layout, device, scales) for layout in layouts}
+    maker = CacheMaker(device, ops, settings, layouts, page_bytes, dtype, cache_dtype, attending, max_model_len, scales)
     cache, memory = maker.make_first(), ""
     columns = [*core_columns(layouts, max_model_len), *sampler.columns(settings, needs.vocab_size), *needs.columns]
     with blaming(f"the request table with the columns of model_state {choose.chosen['model_state']}"):
@@ -145,7 +151,7 @@ def assemble(arguments: Mapping[str, Any], plugins: Sequence[object] = ()) -> As
     )
     observers = collect_objects(manager, "observer", settings=settings)
     parts_of = (manager, settings, resolved, card, tokenizer, device, needs, state, sampler, taps)
-    return Assembly(*parts_of, table, tuple(layouts), cache.arena, runner, observers)
+    return Assembly(*parts_of, table, tuple(layouts), cache.arena, scales, runner, observers)
 
 
 @contextmanager
@@ -169,12 +175,33 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def attention_backend(choose: Chooser, layout: GroupLayout, device: Device) -> type[AttentionBackend]:
-    """The class that attends over a cache group."""
+def attention_backend(choose: Chooser, layout: GroupLayout, device: Device, scales: CacheScales) -> type[AttentionBackend]:
+    """The class that attends over a cache group. Raises PluginError when it cannot read the type of the group's cache."""
     if not layout.group.attends:
         return NoAttention
     chosen: type[AttentionBackend] = choose("attention_backend", group=layout.group, device=device, settings=choose.settings)
+    if layout.group.name in scales.by_group and not chosen.takes_scales:
+        raise PluginError(
+            f"cache.dtype is {choose.settings.cache.dtype!r}, but attention_backend {choose.chosen['attention_backend']} applies no scales "
+            f"(its class {chosen.__name__} has takes_scales = False). Set cache.dtype=auto, or pin.attention_backend=paged"
+        )
+    require_deterministic(choose.settings, chosen, f"attention backend {choose.chosen['attention_backend']}", "pin.attention_backend")
     return chosen
+
+
+class MayBeDeterministic(Protocol):
+    """A component that says whether a row's results can be made to depend on no other row."""
+
+    deterministic: bool
+
+
+def require_deterministic(settings: RunnerSettings, component: MayBeDeterministic, what: str, setting: str) -> None:
+    """Raise SettingsError if the mode is on and the component cannot be so. setting: by which another is taken."""
+    if settings.device.deterministic and not component.deterministic:
+        raise SettingsError(
+            f"device.deterministic is set, but with {what} a request's results depend on what runs beside it; take another ({setting}), "
+            "or leave the mode off. Those that can: device cuda, attention backend paged, linear schemes plain and int8"
+        )
 
 
 def make_runner(parts: Parts, settings: RunnerSettings, max_model_len: int) -> Runner:
@@ -237,27 +264,47 @@ def checked_needs(state: ModelState, card: ModelCard, settings: RunnerSettings) 
 
 
 def cache_type(settings: RunnerSettings, dtype: torch.dtype) -> torch.dtype:
-    """The type of keys and values in the cache. dtype: of activations."""
-    return dtype if settings.cache.dtype == "auto" else DTYPES[settings.cache.dtype]
+    """The type of keys and values in the cache. dtype: of activations. Raises SettingsError for scales that this type does not take."""
+    name, scales = settings.cache.dtype, settings.cache.scales
+    if scales is not None and name != "float8_e4m3fn":
+        raise SettingsError(f"cache.scales is {scales!r}, but cache.dtype is {name!r}; scales are for float8_e4m3fn")
+    return dtype if name == "auto" else CACHE_DTYPES[name]
+
+
+def pages_of(needs: Needs, settings: RunnerSettings, dtype: torch.dtype) -> tuple[int, list[GroupLayout]]:
+    """Bytes of a page, and what it holds for each group. dtype: of activations."""
+    groups, cache_dtype = needs.cache_groups, cache_type(settings, dtype)
+    return page_layout(groups, settings.cache.page_size, {group.name: stored_type(group, cache_dtype, dtype).itemsize for group in groups})
 
 
 def check_cache(settings: RunnerSettings, device: Device, needs: Needs, dtype: torch.dtype) -> None:
     """Raise CapacityError, before a weight is read, when the bytes that the settings give the cache do not hold two pages."""
     if settings.cache.num_pages is None and settings.cache.memory_bytes is not None:
-        page_bytes, _ = page_layout(needs.cache_groups, settings.cache.page_size, cache_type(settings, dtype).itemsize)
-        check_budget(device, settings.cache.memory_bytes, page_bytes)
+        check_budget(device, settings.cache.memory_bytes, pages_of(needs, settings, dtype)[0])
 
 
 def build_module(
-    choose: Chooser, reader: CheckpointReader, card: ModelCard, state: ModelState, dtype: torch.dtype, device: Device, ops: Ops
+    choose: Chooser,
+    reader: CheckpointReader,
+    card: ModelCard,
+    state: ModelState,
+    dtype: torch.dtype,
+    device: Device,
+    ops: Ops,
+    scales: CacheScales,
 ) -> None:
-    """Build the state's module with the chosen linear scheme and fill it from the checkpoint."""
+    """Build the state's module with the chosen linear scheme and fill it from the checkpoint, and so the cache's scales."""
     settings = choose.settings
     scheme_type = choose("linear_scheme", setting="linear.scheme", card=card, device=device, settings=settings)
+    require_deterministic(settings, scheme_type, f"linear scheme {scheme_type.name}", "linear.scheme")
     linear = LinearFactory(scheme_type(ops, dtype, device.torch_device))
     context = BuildContext(settings=settings, card=card, ops=ops, linear=linear, dtype=dtype, device=device.torch_device)
     state.module = expect(torch.nn.Module, state.build(context), state, "build").eval()
-    load_weights(state.module, expect(WeightMap, state.weight_map(card), state, "weight_map"), reader, seed=settings.model.seed)
+    weight_map = expect(WeightMap, state.weight_map(card), state, "weight_map")
+    load_weights(state.module, weight_map, reader, seed=settings.model.seed, through=lambda tensors: scales.passing(tensors, weight_map))
+    scales.store()
+    if settings.cache.scales is not None:
+        scales.read(settings.cache.scales)
 
 
 def collect_objects(manager: PluginManager, hook: str, **arguments: Any) -> list[tuple[str, Any]]:

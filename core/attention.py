@@ -85,11 +85,19 @@ class AttentionBackend(ABC):
     """Runs attention over one cache group. One instance per group and engine.
 
     needs_host_lengths: it cannot work from device lengths alone, so no step is captured. One that only makes use of
-    `AttentionMeta.prompts` where they are needs none. capturable: its calls may be captured into a graph.
+    `AttentionMeta.prompts` where they are needs none. capturable: its calls may be captured into a graph. deterministic: a
+    query's result depends, bit for bit, on no other query, provided that this holds for the operations. takes_scales: it can serve a cache
+    of float8_e4m3fn, in which heads are kept divided by `scales` (see the operations `write_cache` and `paged_attention`).
+
+    scales: [num_layers, 2, num_kv_heads] float32 on the device, of keys and of values; None for a cache of a larger type. Set by the core
+    before the first step. Their memory stays where it is, their values may change between steps.
     """
 
     needs_host_lengths: bool = False
     capturable: bool = True
+    deterministic: bool = False
+    takes_scales: bool = False
+    scales: torch.Tensor | None = None
 
     def __init__(self, group: FullAttention, cache: torch.Tensor, ops: Ops, dtype: torch.dtype) -> None:
         """cache: [num_pages, num_layers, tokens_per_page, 2, num_kv_heads, head_dim]; page 0 is the null page, zeros. dtype: of queries."""

@@ -27,6 +27,8 @@ from modelrunner.batch import Drain, Plan, Ticket
 from modelrunner.caches import free_arena, restore_arena
 from modelrunner.checkpoint import ModelCard
 from modelrunner.errors import CapacityWarning, EngineError, PluginWarning, RequestError, warn_caller
+from modelrunner.logprobs import keep_logprobs
+from modelrunner.model_state import No
 from modelrunner.outputs import OutputProcessor
 from modelrunner.page_pool import PagePool
 from modelrunner.request import Prompt, Request, RequestOutput, SamplingParams, make_request, merged_eos
@@ -146,6 +148,10 @@ class Engine:
         )
         self.assembly.sampler.check(request, self.settings)
         request.features = int(self.assembly.sampler.features(request.params))
+        if params is not None and params.prompt_logprobs is not None:
+            answer = self.assembly.state.supports("prompt_logprobs")
+            if isinstance(answer, No):
+                raise RequestError(f"prompt_logprobs: {type(self.assembly.state).__name__} gives none: {answer.reason}")
         self.assembly.taps.admit(request)
         self.scheduler.add(request)
         try:
@@ -245,6 +251,8 @@ class Engine:
             arrived = time.monotonic()
             if outcome.extra is not None:
                 self.assembly.taps.keep(outcome, self.scheduler.rows, self.scheduler.request_at)
+            if outcome.logprobs is not None:
+                keep_logprobs(outcome, self.scheduler.rows, self.scheduler.request_at)
             committed = self.scheduler.commit(outcome)
             outputs += self._process(committed)
             self.watch.committed(ticket.plan, waiting, arrived, committed)
@@ -289,7 +297,8 @@ class Engine:
 
         tensors: every tensor of a checkpoint under its checkpoint name, one at a time, on any device. version: name of these weights, for
         `RequestOutput.weight_version`; None for the number of updates so far. A running request keeps its tokens, and what the cache holds
-        of it is computed again, so that each later token comes from one version of the weights. Cached prefixes are forgotten.
+        of it is computed again, so that each later token comes from one version of the weights. Cached prefixes are forgotten. Scales of a
+        cache in 8 bits are replaced by those among the tensors, and else stay.
         Outputs collected on the way come from the next `step`.
 
         Raises CheckpointError when the tensors do not fit (see `weights.load_tensors`). When some had been stored by then, the weights are
@@ -300,10 +309,13 @@ class Engine:
             raise RequestError(f"version: got {version!r}; accepted: a string that is not empty, or None")
         self._pause()
         self.scheduler.reset_prefix_cache()
-        state, device = self.assembly.state, self.assembly.device
+        state, device, scales = self.assembly.state, self.assembly.device, self.assembly.scales
+        weight_map = state.weight_map(self.card)
         device.synchronize()
         try:
-            load_tensors(state.module, state.weight_map(self.card), tensors, source="the set of new weights", writing=self._note_write)
+            weights = scales.passing(tensors, weight_map)
+            load_tensors(state.module, weight_map, weights, source="the set of new weights", writing=self._note_write)
+            scales.store()
         except BaseException as error:
             if self._broken_weights:
                 self._broken_weights = f"{type(error).__name__}: {error}"

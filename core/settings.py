@@ -45,6 +45,7 @@ __all__ = [
     "settings_class",
 ]
 
+_CACHE_SYNONYMS = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn"}
 _DTYPE_SYNONYMS = {"half": "float16", "float": "float32", "fp16": "float16", "fp32": "float32", "bf16": "bfloat16"}
 
 
@@ -54,6 +55,12 @@ def _dtype_name(value: Any) -> Any:
     return _DTYPE_SYNONYMS.get(name, name)
 
 
+def _cache_dtype_name(value: Any) -> Any:
+    """The same for what a cache may hold."""
+    return _CACHE_SYNONYMS.get(name := _dtype_name(value), name)
+
+
+CacheDTypeName = Annotated[Literal["auto", "float32", "bfloat16", "float16", "float8_e4m3fn"], BeforeValidator(_cache_dtype_name)]
 DTypeName = Annotated[Literal["auto", "float32", "bfloat16", "float16"], BeforeValidator(_dtype_name)]
 
 
@@ -97,8 +104,12 @@ class CacheSettings(Section):
     page_size: int = Field(default=16, ge=1, le=4096)
     """Tokens in a page of the cache group that takes the most bytes a token; the other groups' pages have as many bytes."""
 
-    dtype: DTypeName = "auto"
-    """Type of the cached values; auto is the model's type."""
+    dtype: CacheDTypeName = "auto"
+    """Type of the cached keys and values; auto is the model's type, fp8 is short for float8_e4m3fn, which takes scales."""
+
+    scales: str | None = None
+    """Safetensors file of the scales of a float8_e4m3fn cache, as `LLM.calibrate_cache` gives them; none takes the checkpoint's, or 1 if
+    that has none."""
 
     num_pages: int | None = Field(default=None, ge=1, lt=2**31)
     """Pages in the cache; none works the number out from memory_bytes or memory_fraction."""
@@ -142,6 +153,10 @@ class DeviceSettings(Section):
     name: str = Field(default="auto", min_length=1)
     """Name of a device offer (cpu, cuda, deferred_cpu, or a plugin's); auto takes the best that is present."""
 
+    deterministic: bool = False
+    """A request's tokens and log-probs depend, bit for bit, on nothing but itself: not on the batch, chunks of its prompt, preemption or
+    what the cache holds. Slower; on cuda."""
+
 
 class LinearSettings(Section):
     """How the weights of linear layers are stored and applied."""
@@ -181,6 +196,21 @@ class SamplerSettings(Section):
     penalty_seats: int | None = Field(default=None, ge=0, le=65536)
     """Active requests that can have penalties at the same time; none is scheduler.max_rows, but no more than fit into 128 MiB. A seat
     costs 4 bytes for each id of the vocabulary, on the device."""
+
+    max_logprobs: int = Field(default=20, ge=-1, le=256)
+    """Most log-probs that a request may ask for beside that of its own token, at each position; -1 sets no limit, and lets a request ask
+    for -1, the whole vocabulary. Steps with a request for more than 20 run without a graph then, and copy 4 bytes to the host for each
+    id of the vocabulary, for each of its tokens."""
+
+    logprobs_mode: Literal["raw", "processed"] = "raw"
+    """What log-probs tell: raw is what the model gave, processed what the token was drawn from, after penalties, bans, temperature and
+    filters. Those of prompts are always raw."""
+
+    @field_validator("logprobs_mode", mode="before")
+    @classmethod
+    def _short_mode(cls, mode: Any) -> Any:
+        """Accept vLLM's names too."""
+        return mode.removesuffix("_logprobs") if isinstance(mode, str) else mode
 
 
 class GraphSettings(Section):

@@ -47,8 +47,11 @@ ALIASES: Mapping[str, str] = types.MappingProxyType(
         "enable_chunked_prefill": "scheduler.chunked_prefill",
         "scheduling_policy": "scheduler.policy",
         "device": "device.name",
+        "deterministic": "device.deterministic",
         "enforce_eager": "graphs.eager",
         "quantization": "linear.scheme",
+        "max_logprobs": "sampler.max_logprobs",
+        "logprobs_mode": "sampler.logprobs_mode",
     }
 )
 

@@ -53,7 +53,7 @@ def linear_scheme(card: ModelCard, device: Device, settings: RunnerSettings) -> 
 
 
 @hookimpl
-def attention_backend(group: CacheGroup, device: Device) -> Offer[type[AttentionBackend]] | Decline | None:
+def attention_backend(group: CacheGroup, device: Device, settings: RunnerSettings) -> Offer[type[AttentionBackend]] | Decline | None:
     from modelrunner.model_state import FullAttention
 
     if device.type != "cpu":
@@ -62,6 +62,8 @@ def attention_backend(group: CacheGroup, device: Device) -> Offer[type[Attention
         return Decline(f"rows: runs FullAttention and SlidingWindow groups, not {type(group).__name__}")
     if group.softcap is not None or group.sinks:
         return Decline("rows: has no softcap and no sinks")
+    if settings.cache.dtype == "float8_e4m3fn":
+        return Decline("rows: cache.dtype is float8_e4m3fn, and it applies no scales; paged does")
     return Offer("rows", _rows, "family", "each row with exactly its own keys; lengths are read by the host", frozenset({"paged"}))
 
 

@@ -30,6 +30,9 @@ class SplitStep(NamedTuple):
 class SplitAttention(PagedAttention):
     """Writes as `PagedAttention`, and attends as it does wherever the subclass has nothing else for the rows."""
 
+    takes_scales = False
+    deterministic = False
+
     @abstractmethod
     def begin_prompts(self, meta: AttentionMeta) -> Any | None:
         """D. What all layers share of the rows after the decode rows; None leaves the whole step to `PagedAttention`. Not called for steps
@@ -85,7 +88,7 @@ class SplitAttention(PagedAttention):
         if step.decode is not None:
             out[: step.tokens] = self.attend_decode(first, layer, step.decode).flatten(1)
         elif step.rows is not None:
-            rows = self.ops.indexed_attention(first, self.cache[:, layer], step.rows.index, **self._options(sinks))
+            rows = self.ops.indexed_attention(first, self.cache[:, layer], step.rows.index, **self._options(sinks, layer))
             out[: step.tokens] = rows.flatten(1)
         return out
 

@@ -52,7 +52,7 @@ def asked(group: Any = GROUP, device: Any = GPU, **changes: Any) -> Any:
 def test_it_comes_before_the_paged_backend(package: ModuleType) -> None:
     offer = asked()
     assert isinstance(offer, Offer)
-    paged: Any = attention.attention_backend(GROUP)
+    paged: Any = attention.attention_backend(GROUP, SimpleNamespace(type="cpu", name="cpu"), load_settings({}))
     assert offer.fit == paged.fit
     assert offer.replaces == {paged.name}
     backend = offer.load()
@@ -70,6 +70,7 @@ DECLINED = {
     "large head": (replace(GROUP, head_dim=264), {}, "head_dim is 264"),
     "float32": (GROUP, {"model.dtype": "float32"}, "model.dtype is 'float32'; it takes bfloat16"),
     "float16": (GROUP, {"model.dtype": "float16"}, "model.dtype is 'float16'; it takes bfloat16"),
+    "8 bits": (GROUP, {"cache.dtype": "fp8"}, "cache.dtype is 'float8_e4m3fn'; it takes bfloat16"),
     "cache": (GROUP, {"cache.dtype": "float16"}, "cache.dtype is 'float16'; it takes bfloat16"),
 }
 
