@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from modelrunner.engine import Engine
     from modelrunner.hookspecs import hookimpl
     from modelrunner.llm import LLM
+    from modelrunner.logprobs import Logprob
     from modelrunner.observers import Observer, RequestFinish, RequestStart, StepReport
     from modelrunner.offers import Decline, Offer
     from modelrunner.request import CompletionOutput, OutputKind, RequestOutput, SamplingParams
@@ -29,6 +30,7 @@ _EXPORTS = {
     "RequestOutput": "request",
     "CompletionOutput": "request",
     "OutputKind": "request",
+    "Logprob": "logprobs",
     "RunnerSettings": "settings",
     "Offer": "offers",
     "Decline": "offers",
@@ -48,6 +50,7 @@ __all__ = [
     "CompletionOutput",
     "Decline",
     "Engine",
+    "Logprob",
     "ModelInfo",
     "Observer",
     "Offer",

@@ -179,6 +179,8 @@ class Admission:
         if entry.keys is None:
             request = entry.request
             entry.keys = PageKeys(root_key(self._cache_seed, request.extra.get("adapter"), request.cache_salt, request.cache_world))
+        if entry.request.logprobs is not None and entry.request.logprobs.lacks_prompt:
+            return self._cache.miss  # positions from the cache have no hidden states
         return self._cache.hit(entry.keys, tokens)
 
     def _is_blocked(self, entry: Entry) -> bool:

@@ -21,7 +21,8 @@ from modelrunner.model_state import ModelState, Needs, No
 from modelrunner.step_buffers import Buckets, Shape
 
 KINDS = (Feature.GREEDY, Feature.PLAIN)  # tails of decode steps captured at start-up; others on their second use
-CAPTURED = int(Feature.PLAIN | Feature.FILTERED | EDITED)  # features of tails that can be captured: not those of taps
+# Features of tails that can be captured: not those of taps, nor of log-probs of prompts and of whole vocabularies.
+CAPTURED = int(Feature.PLAIN | Feature.FILTERED | EDITED | Feature.LOGPROBS)
 
 
 class Key(NamedTuple):

@@ -115,7 +115,7 @@ class HostRows:
 
     active [bool]: a request holds the row. generation: number of its tenancy. num_prompt: prompt tokens. limit: known tokens at which it
     ends. known, computed: committed. known_upper, computed_upper: committed and planned. last_ticket [int64]: last step that names the row.
-    token_log [max_rows, max_model_len]: prompt and committed output.
+    token_log [max_rows, max_model_len]: prompt and committed output. features [int64]: bits of `batch.Feature`.
     """
 
     def __init__(self, layouts: Sequence[GroupLayout], max_rows: int, max_model_len: int) -> None:
@@ -128,7 +128,7 @@ class HostRows:
         self.computed = np.zeros(max_rows, np.int32)
         self.known_upper = np.zeros(max_rows, np.int32)
         self.computed_upper = np.zeros(max_rows, np.int32)
-        self.features = np.zeros(max_rows, np.int32)
+        self.features = np.zeros(max_rows, np.int64)
         self.last_ticket = np.full(max_rows, -1, np.int64)
         self.token_log = np.zeros((max_rows, max_model_len), np.int32)
         self.tables = [BlockTable(layout, index, max_rows, max_model_len) for index, layout in enumerate(layouts)]

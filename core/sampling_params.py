@@ -151,6 +151,14 @@ def _repetition_penalty(value: object) -> float:
     return number
 
 
+def _logprobs(value: object) -> int | None:
+    if value is None:
+        return None
+    number = as_int(value)
+    _require(-1 <= number <= INT32_MAX)
+    return number
+
+
 def _min_tokens(value: object) -> int:
     number = as_int(value)
     _require(number >= 0)
@@ -235,6 +243,7 @@ ACCEPTED = {
     "max_tokens": "an integer >= 1, or None for as many as the context holds",
     "stop": "a string or a list of strings, none of them empty",
     "stop_token_ids": "a list of token ids (integers >= 0)",
+    **dict.fromkeys(("logprobs", "prompt_logprobs"), "an integer >= 0, -1 for the whole vocabulary, or None for none"),
     "extra_args": "a mapping of names of taps to their arguments",
     "output_kind": ", ".join(repr(kind.value) for kind in OutputKind),
     **dict.fromkeys(("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"), "True or False"),
@@ -256,6 +265,9 @@ class SamplingParams(BaseModel):
     stop: strings that end the output where the first of them is complete; the text ends before it, or after it with
     `include_stop_str_in_output`. stop_token_ids: ids that end the output, itself the last token; its text is part of the output unless
     it is a special token. skip_special_tokens: leave special tokens out of the text. detokenize: False for ids only.
+    logprobs: report the log-prob of each output token, and of this many likeliest ones beside it; 0 for its own alone, -1 for the whole
+    vocabulary, None for nothing. prompt_logprobs: the same for each token of the prompt but the first. The setting sampler.max_logprobs
+    bounds both.
     output_kind: what `Engine.step` reports (`LLM` always waits for the end).
     extra_args: what the request asks of plugins, by the names of their taps; the values are numbers, text, lists and mappings.
 
@@ -284,6 +296,8 @@ class SamplingParams(BaseModel):
     skip_special_tokens: StrictBool = True
     detokenize: StrictBool = True
     output_kind: OutputKind = OutputKind.CUMULATIVE
+    logprobs: Annotated[int | None, BeforeValidator(_logprobs)] = None
+    prompt_logprobs: Annotated[int | None, BeforeValidator(_logprobs)] = None
     extra_args: Annotated[Mapping[str, Any], BeforeValidator(_extra_args)] = Field(default_factory=dict)
 
     def __hash__(self) -> int:

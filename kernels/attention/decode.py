@@ -20,7 +20,8 @@ from modelrunner.kernels.attention.work_list import AttentionWork
 
 Rotary = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor, float]  # q_norm, k_norm, cos_sin, eps
 
-COMBINE_FLOATS = 4096  # of partial results that a program looks at together
+COMBINE_FLOATS = 4096  # of partial results that a program looks at together,
+MOST_AT_ONCE = 16  # but of no more chunks: their loop is unrolled, and with heads of 16 values the compiler took minutes over 128
 
 
 @triton.jit
@@ -302,6 +303,11 @@ def decode_attention(
                 tl.store(arrivals_ptr + row * NUM_KV + head, 0)  # for the next layer
 
 
+def combined_at_once(rows: int, block_dim: int) -> int:
+    """Chunks whose partial results, of [rows, block_dim] each, are looked at together."""
+    return min(MOST_AT_ONCE, max(2, COMBINE_FLOATS // (rows * block_dim)))
+
+
 def decode_rows(
     q: torch.Tensor,
     cache: torch.Tensor,
@@ -358,7 +364,7 @@ def decode_rows(
         BLOCK_M=max(16, rows_out),
         BLOCK_S=config.block_keys,
         M_OUT=rows_out,
-        AT_ONCE=max(2, COMBINE_FLOATS // (rows_out * block_dim)),
+        AT_ONCE=combined_at_once(rows_out, block_dim),
         HOLD=config.hold and rotary is None,
         R=0 if cos_sin is None else cos_sin.shape[1],
         HAS_NORM=q_norm is not None,

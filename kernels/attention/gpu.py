@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from modelrunner.kernels.attention.decode import COMBINE_FLOATS, decode_attention, decode_rows
+from modelrunner.kernels.attention.decode import combined_at_once, decode_attention, decode_rows
 from modelrunner.kernels.attention.device import next_power_of_2
 from modelrunner.kernels.attention.fixed import fixed_config, fixed_index, fixed_indexed_attention, fixed_paged_attention
 from modelrunner.kernels.attention.gather import BLOCK, copy_pages, gather_pages
@@ -151,7 +151,7 @@ def _decode_build(kind: str, group: int, dim: int, rows: int, queries: int = 1, 
         "BLOCK_M": max(16, rows_out),
         "BLOCK_S": config.block_keys,
         "M_OUT": rows_out,
-        "AT_ONCE": max(2, COMBINE_FLOATS // (rows_out * next_power_of_2(dim))),
+        "AT_ONCE": combined_at_once(rows_out, next_power_of_2(dim)),
         "HOLD": config.hold and not fused,
         "R": dim if fused else 0,
         "HAS_NORM": fused,
@@ -246,6 +246,7 @@ BUILDS = [
     _decode_build("bf16", 4, 128, 8, fused=True),
     *[_decode_build("bf16", 3, 64, rows) for rows in (1, 128)],
     _decode_build("bf16", 3, 64, 1, fused=True),
+    _decode_build("bf16", 2, 16, 8, fused=True),
     _decode_build("bf16", 4, 128, 32, queries=4),
     _decode_build("fp16", 2, 256, 32),
     _decode_build("fp16", 2, 256, 32, fused=True),

@@ -39,6 +39,7 @@ PUBLIC = {
     "text": ["Tokenizer"],
     "cli": ["Command"],
     "request": ["SamplingParams", "RequestOutput", "CompletionOutput"],
+    "logprobs": ["Logprob"],
     "llm": ["LLM"],
     "async_llm": ["AsyncLLM"],
     "testing.conformance": ["KernelConformance", "LinearSchemeConformance", "DeviceConformance", "transformers_checkpoint"],
