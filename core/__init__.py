@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from modelrunner.offers import Decline, Offer
     from modelrunner.request import CompletionOutput, OutputKind, RequestOutput, SamplingParams
     from modelrunner.settings import RunnerSettings
+    from modelrunner.structured_outputs import StructuredOutputsParams
     from modelrunner.taps import ModelInfo, Result, Tap
 
 __version__ = "0.1.0"
@@ -27,6 +28,7 @@ _EXPORTS = {
     "AsyncLLM": "async_llm",
     "Engine": "engine",
     "SamplingParams": "request",
+    "StructuredOutputsParams": "structured_outputs",
     "RequestOutput": "request",
     "CompletionOutput": "request",
     "OutputKind": "request",
@@ -62,6 +64,7 @@ __all__ = [
     "RunnerSettings",
     "SamplingParams",
     "StepReport",
+    "StructuredOutputsParams",
     "Tap",
     "hookimpl",
 ]

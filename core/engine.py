@@ -27,6 +27,7 @@ from modelrunner.batch import Drain, Plan, Ticket
 from modelrunner.caches import free_arena, restore_arena
 from modelrunner.checkpoint import ModelCard
 from modelrunner.errors import CapacityWarning, EngineError, PluginWarning, RequestError, warn_caller
+from modelrunner.guides import End
 from modelrunner.logprobs import keep_logprobs
 from modelrunner.model_state import No
 from modelrunner.outputs import OutputProcessor
@@ -41,6 +42,7 @@ from modelrunner.watch import Watch
 from modelrunner.weights import load_tensors
 
 FIRST_WEIGHTS = "0"  # version of the weights that an engine starts with
+COMPILING_SECONDS = 0.01  # at most, for a step in which nothing can run before a grammar is compiled
 
 
 class Engine:
@@ -57,6 +59,7 @@ class Engine:
         self.scheduler = self._scheduler(self.assembly)
         self._warn_of_small_cache()
         self.outputs = OutputProcessor(self.tokenizer, self.scheduler, self.assembly.taps.arrays)
+        self.guides = self.assembly.guides
         self.watch = Watch(self.assembly.observers, self.scheduler)
         self.tickets: deque[Ticket] = deque()
         self.requests: dict[str, Request] = {}
@@ -153,6 +156,7 @@ class Engine:
             if isinstance(answer, No):
                 raise RequestError(f"prompt_logprobs: {type(self.assembly.state).__name__} gives none: {answer.reason}")
         self.assembly.taps.admit(request)
+        self.guides.open(request)
         self.scheduler.add(request)
         try:
             self.outputs.add(request)
@@ -160,6 +164,7 @@ class Engine:
             self.scheduler.finish(request, "error")
             raise RequestError(f"prompt: the tokenizer cannot turn its ids into text ({type(error).__name__}: {error})") from error
         self.requests[request_id] = request
+        self.guides.start(request)
         self.watch.request_started(request)
 
     def abort(self, request_id: str) -> None:
@@ -195,6 +200,7 @@ class Engine:
         for request in self.scheduler.expire(now):
             self._ended.append(request)
             self._forget(request)
+        self._end_guided(self.guides.poll(now, self.scheduler))
         outputs = self._take_ready()
         try:
             plan = None if self._sleeping else self.scheduler.plan()
@@ -209,6 +215,8 @@ class Engine:
             depth = self.settings.scheduler.pipeline_depth
             outputs += self._collect(keep=depth - 1 if plan is not None else max(len(self.tickets) - 1, 0))
             outputs += self._report_ended()
+            if plan is None and not outputs and self.guides.num_compiling:
+                self.guides.wait(COMPILING_SECONDS)
             if not self.tickets:  # no launch follows that observers could be told after
                 self.watch.deliver()
             return outputs
@@ -254,8 +262,10 @@ class Engine:
             if outcome.logprobs is not None:
                 keep_logprobs(outcome, self.scheduler.rows, self.scheduler.request_at)
             committed = self.scheduler.commit(outcome)
+            self.guides.take(committed, self.scheduler)
             outputs += self._process(committed)
             self.watch.committed(ticket.plan, waiting, arrived, committed)
+        self._end_guided(self.guides.fill(self.scheduler, self.settings.grammar.fill_seconds if self.tickets else None))
         return outputs
 
     def _process(self, committed: Committed) -> list[RequestOutput]:
@@ -265,6 +275,10 @@ class Engine:
         for request, keep, reason, stop in stops:
             self._finish(request, reason, stop, keep)
         return outputs
+
+    def _end_guided(self, ends: Iterable[End]) -> None:
+        for request, reason, stop_reason in ends:
+            self._finish(request, reason, stop_reason)
 
     def _report_ended(self) -> list[RequestOutput]:
         ended, self._ended = self._ended, []
@@ -277,6 +291,7 @@ class Engine:
     def _forget(self, request: Request) -> None:
         if self.requests.get(request.id) is request:  # its id may be another request's by now
             del self.requests[request.id]
+            self.guides.forget(request)
             self.watch.request_finished(request)
 
     def _check_alive(self) -> None:

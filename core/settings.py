@@ -29,6 +29,7 @@ __all__ = [
     "ALIASES",
     "CacheSettings",
     "DeviceSettings",
+    "GrammarSettings",
     "GraphSettings",
     "LinearSettings",
     "ModelSettings",
@@ -213,6 +214,28 @@ class SamplerSettings(Section):
         return mode.removesuffix("_logprobs") if isinstance(mode, str) else mode
 
 
+class GrammarSettings(Section):
+    """Structured output."""
+
+    compile_limit: float = Field(default=10.0, gt=0)
+    """Seconds that a request waits for its grammar to be compiled; then it ends with an error. Loading the backend is not counted."""
+
+    compile_threads: int = Field(default=2, ge=1, le=64)
+    """Grammars that are compiled at the same time, beside the engine's loop."""
+
+    kept_grammars: int = Field(default=64, ge=1, le=65536)
+    """Compiled grammars that are remembered for later requests, the newest ones."""
+
+    max_bytes: int = Field(default=262144, ge=1, le=2**24)
+    """Most bytes of one request's schema, expression, grammar or list of choices."""
+
+    max_whitespace: int = Field(default=16, ge=0, le=4096)
+    """Most white space in a row between the parts of a JSON document; 0 allows none but a space after a comma or a colon."""
+
+    fill_seconds: float = Field(default=0.005, gt=0)
+    """Seconds for which a turn of the loop makes masks while a step runs; requests whose masks are not made then wait for a later step."""
+
+
 class GraphSettings(Section):
     """Captured graphs and the batch shapes that they are padded to."""
 
@@ -273,6 +296,9 @@ class PinSettings(Section):
     linear_scheme: str | None = None
     """Name of the offer that stores linear weights; none lets linear.scheme decide."""
 
+    grammar_backend: str | None = None
+    """Name of the offer that compiles grammars; none chooses by fit."""
+
     def of(self, hook: str) -> str | None:
         """The name pinned for `hook`. (The field for the hook `model_config` has another name in Python: pydantic keeps that one.)"""
         if hook not in field_names(type(self)):
@@ -312,6 +338,8 @@ class RunnerSettings(BaseSettings):
     """How the weights of linear layers are stored and applied."""
     sampler: SamplerSettings = SamplerSettings()
     """Capacities of the sampler's columns."""
+    grammar: GrammarSettings = GrammarSettings()
+    """Structured output."""
     graphs: GraphSettings = GraphSettings()
     """Captured graphs and the batch shapes that they are padded to."""
     process: ProcessSettings = ProcessSettings()
