@@ -146,6 +146,7 @@ def test_float32_packs_large_layers_and_keeps_their_weights_as_they_are(monkeypa
 
 @needs_onednn
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="oneDNN's older kernels do not promise it")
+@pytest.mark.usefixtures("small_is_large")
 def test_float32_rows_are_the_same_whatever_stands_beside_them() -> None:
     layer, x = layer_of(PackedFloatScheme, torch.float32, 576, 2000), torch.randn(65, 576)
     layer.load(0, torch.randn(2000, 576))
@@ -160,7 +161,7 @@ class SmallNorm:
 
 
 @needs_onednn
-@pytest.mark.parametrize("large", [1, 1 << 20])
+@pytest.mark.parametrize("large", [1, packed_scheme.LARGE])
 def test_float32_products_with_what_stands_around_them_are_the_plain_schemes(large: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed_scheme, "LARGE", large)
     ops = all_ops()
