@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from modelrunner.engine import Engine
     from modelrunner.hookspecs import hookimpl
     from modelrunner.llm import LLM
+    from modelrunner.logits_processors import LogitsProcessor
     from modelrunner.observers import Observer, RequestFinish, RequestStart, StepReport
     from modelrunner.offers import Decline, Offer
     from modelrunner.request import CompletionOutput, OutputKind, RequestOutput, SamplingParams
@@ -33,6 +34,7 @@ _EXPORTS = {
     "Offer": "offers",
     "Decline": "offers",
     "hookimpl": "hookspecs",
+    "LogitsProcessor": "logits_processors",
     "Tap": "taps",
     "Result": "taps",
     "ModelInfo": "taps",
@@ -48,6 +50,7 @@ __all__ = [
     "CompletionOutput",
     "Decline",
     "Engine",
+    "LogitsProcessor",
     "ModelInfo",
     "Observer",
     "Offer",

@@ -29,6 +29,7 @@ from modelrunner.messages import Sleep, UpdateWeights, WakeUp
 from modelrunner.new_weights import Weights, check_version, checkpoint_name
 from modelrunner.plugin_manager import PluginManager, warn_once
 from modelrunner.request import Prompt, Request, RequestOutput, SamplingParams, default_params, make_request
+from modelrunner.sampling_values import FUNCTIONS
 from modelrunner.settings import RunnerSettings
 from modelrunner.settings_sources import field_names
 from modelrunner.tensor_file import pack
@@ -159,6 +160,11 @@ class AsyncLLM:
             await outputs.aclose()
 
     def _request(self, request_id: str, prompt: Prompt, params: SamplingParams | None, priority: int, deadline: float | None) -> Request:
+        if isinstance(params, SamplingParams) and FUNCTIONS in params.logits_processors:
+            raise RequestError(
+                "logits_processors: a Python function cannot go to the engine process; accepted: names of logits processors that plugins "
+                "bring, or functions with LLM"
+            )
         return make_request(
             request_id,
             prompt,

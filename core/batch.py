@@ -29,7 +29,7 @@ class Finish(IntEnum):
 class Feature(IntFlag):
     """What a row asks of the tail of a step. The plan carries the union over its rows and so chooses the tail's kind.
 
-    Bits from 256 on belong to taps, one each (see `tap_set`).
+    Bits from 256 on belong to taps, one each (see `tap_set`); those from PROCESSOR_BIT on to Python functions and logits processors.
     """
 
     GREEDY = 0
@@ -42,6 +42,7 @@ class Feature(IntFlag):
     PENALISED = 64  # repetition, presence or frequency
 
 
+PROCESSOR_BIT = 1 << 32  # the first one stands for Python functions, each of the next for a logits processor
 EDITED = Feature.ALLOWED | Feature.BIASED | Feature.KEPT_GOING | Feature.BANNED | Feature.PENALISED  # logits change before the draw
 
 
@@ -176,3 +177,9 @@ class Batch:
     block_tables: Mapping[str, torch.Tensor]
     columns: Mapping[str, torch.Tensor]
     buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    def per_row(self, column: str) -> torch.Tensor:
+        """D. A column's values of the step's rows: [N], or [N, width]; of a seated column, the elements in the row's seat (or defaults)."""
+        values = self.columns[column].index_select(0, self.rows)
+        lines = self.columns.get(f"{column}.seats")
+        return values if lines is None else lines[values.long()]

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from modelrunner.cli import Command
     from modelrunner.device import Device
     from modelrunner.linear import LinearScheme
+    from modelrunner.logits_processors import RegisterProcessor
     from modelrunner.model_state import CacheGroup, ModelState
     from modelrunner.observers import Observer
     from modelrunner.offers import Decline, Offer
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from modelrunner.text import Tokenizer
 
 PROJECT = "modelrunner"
-API_VERSION = "1.2"
+API_VERSION = "1.3"
 
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
@@ -84,6 +85,10 @@ class HookSpecs:
     @hookspec
     def taps(self, model_info: ModelInfo) -> Tap | Sequence[Tap] | None:
         """Taps that read or change hidden states for the requests that ask. `model_info.tap_points` says where this model has some."""
+
+    @hookspec
+    def logits_processors(self, register: RegisterProcessor, model_info: ModelInfo) -> None:
+        """Register processors that change the logits of the requests that ask: `register(processor)`."""
 
     @hookspec
     def attention_backend(

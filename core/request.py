@@ -93,7 +93,8 @@ class Request:
     token_ids: prompt, then committed output (output is appended when the row is released; while running it lives in the token log).
     limit: tokens (prompt + output) at which it ends. seed: 64-bit, always set. features: bits of batch.Feature. tap_values: column values
     that taps gave. cache_world: what its cached pages depend on beside tokens, weights and salt. results: a byte record [bytes] uint8 of
-    taps per output token. bad_word_ids: every tokenisation of `params.bad_words`.
+    taps per output token. bad_word_ids: every tokenisation of `params.bad_words`. failure: what a function of `params.logits_processors`
+    did wrong.
     """
 
     id: str
@@ -122,6 +123,7 @@ class Request:
     cache_world: bytes | None = None
     results: list[npt.NDArray[np.uint8]] = field(default_factory=list)
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    failure: str | None = None
 
     @property
     def stop_ids(self) -> tuple[int, ...]:

@@ -114,7 +114,8 @@ class HostRows:
     """Counters of every row, [max_rows] each (tokens, int32, unless said otherwise).
 
     active [bool]: a request holds the row. generation: number of its tenancy. num_prompt: prompt tokens. limit: known tokens at which it
-    ends. known, computed: committed. known_upper, computed_upper: committed and planned. last_ticket [int64]: last step that names the row.
+    ends. features [int64]: bits of batch.Feature. known, computed: committed. known_upper, computed_upper: committed and planned.
+    last_ticket [int64]: last step that names the row.
     token_log [max_rows, max_model_len]: prompt and committed output.
     """
 
@@ -128,7 +129,7 @@ class HostRows:
         self.computed = np.zeros(max_rows, np.int32)
         self.known_upper = np.zeros(max_rows, np.int32)
         self.computed_upper = np.zeros(max_rows, np.int32)
-        self.features = np.zeros(max_rows, np.int32)
+        self.features = np.zeros(max_rows, np.int64)
         self.last_ticket = np.full(max_rows, -1, np.int64)
         self.token_log = np.zeros((max_rows, max_model_len), np.int32)
         self.tables = [BlockTable(layout, index, max_rows, max_model_len) for index, layout in enumerate(layouts)]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, ValidationError
 
 from modelrunner.errors import CheckpointError, RequestError
+from modelrunner.sampling_values import read_processors
 
 if TYPE_CHECKING:
     from modelrunner.checkpoint import ModelCard
@@ -235,6 +236,8 @@ ACCEPTED = {
     "max_tokens": "an integer >= 1, or None for as many as the context holds",
     "stop": "a string or a list of strings, none of them empty",
     "stop_token_ids": "a list of token ids (integers >= 0)",
+    "logits_processors": "a list of names of logits processors and of functions f(prompt_ids, output_ids, logits), or a mapping of names "
+    "to mappings of arguments",
     "extra_args": "a mapping of names of taps to their arguments",
     "output_kind": ", ".join(repr(kind.value) for kind in OutputKind),
     **dict.fromkeys(("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"), "True or False"),
@@ -257,6 +260,8 @@ class SamplingParams(BaseModel):
     `include_stop_str_in_output`. stop_token_ids: ids that end the output, itself the last token; its text is part of the output unless
     it is a special token. skip_special_tokens: leave special tokens out of the text. detokenize: False for ids only.
     output_kind: what `Engine.step` reports (`LLM` always waits for the end).
+    logits_processors: what else changes the logits, after penalties: names of processors that plugins bring, in a list or with their
+    arguments, `{"no_repeat": {"size": 3}}`, and, in a list, Python functions f(prompt_ids, output_ids, logits) -> logits, which are slow.
     extra_args: what the request asks of plugins, by the names of their taps; the values are numbers, text, lists and mappings.
 
     Raises RequestError naming the parameter, what was given and what is accepted.
@@ -284,6 +289,7 @@ class SamplingParams(BaseModel):
     skip_special_tokens: StrictBool = True
     detokenize: StrictBool = True
     output_kind: OutputKind = OutputKind.CUMULATIVE
+    logits_processors: Annotated[Mapping[str, Mapping[str, Any]], BeforeValidator(read_processors)] = Field(default_factory=dict)
     extra_args: Annotated[Mapping[str, Any], BeforeValidator(_extra_args)] = Field(default_factory=dict)
 
     def __hash__(self) -> int:

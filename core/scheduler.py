@@ -348,7 +348,8 @@ class Scheduler:
                 self.admission.distrust(row)
             self.admission.release(request)
             last = request.output_token_ids[-1] if code == Finish.STOP else None
-            self._end(request, REASONS[Finish(code)], last if last in request.params.stop_token_ids else None)
+            stop = last if last in request.params.stop_token_ids else None
+            self._end(request, REASONS[Finish(code)], request.failure if code == Finish.ERROR else stop)
             finished.append(request)
         if finished:
             self._refresh_running()

@@ -34,14 +34,18 @@ Result = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 EDITED_ROWS = 256  # rows whose logits are edited at a time: the copy is float32, 155 MB for a vocabulary of 151,936
 
 
-def default_stages() -> tuple[Stage, ...]:
-    """Every built-in stage, in the order in which they act. Stages that edit logits belong before Temperature."""
-    return (Allowed(), Bias(), MinTokens(), BadWords(), Penalties(), Temperature(), MinP(), TopK(), TopP(), Draw(), StopIds())
+def default_stages(*processors: Stage) -> tuple[Stage, ...]:
+    """Every built-in stage, in the order in which they act. processors: stages with an `edit` of their own; they come after penalties."""
+    edits = (Allowed(), Bias(), MinTokens(), BadWords(), Penalties())
+    return (*edits, *processors, Temperature(), MinP(), TopK(), TopP(), Draw(), StopIds())
 
 
 class Sampler:
-    """Composes stages. The host side asks every stage; the device side runs `edit_logits` if a row wants it, then one `greedy` or one
-    `sample` operation over the step's rows."""
+    """Composes stages. The host side asks every stage; the device side runs `edit_logits` if a row wants it, then stages with an `edit` of
+    their own that a row wants, then one `greedy` or one `sample` operation over the step's rows.
+
+    processed: features of the stages with an `edit`. captured: those of them that a captured step may have.
+    """
 
     def __init__(self, ops: Ops, stages: Sequence[Stage]) -> None:
         """Raises ValueError if two stages supply the same argument of `sample` or of `edit_logits`."""
@@ -57,6 +61,12 @@ class Sampler:
             if taken:
                 raise ValueError(f"two sampler stages supply {taken[0]!r}; each argument of an operation has one owner")
             self._inputs.update(dict.fromkeys(stage.inputs, stage.feature))
+        self._processing = [stage for stage in self.stages if type(stage).edit is not Stage.edit]
+        self.processed = Feature.GREEDY
+        self.captured = Feature.GREEDY
+        for stage in self._processing:
+            self.processed |= stage.feature
+            self.captured |= Feature(int(stage.feature) & ~int(stage.uncaptured))
 
     def columns(self, settings: RunnerSettings, vocab_size: int) -> tuple[Column, ...]:
         """H. Request-table columns of all stages."""
@@ -87,7 +97,7 @@ class Sampler:
         logits: [N, V] in the model's dtype, left as they are. A row's token depends on its own logits and columns only.
         Returns tokens [N, 1] int64, num_tokens [N] int32 (1 where the row samples and its logits allow it), ok [N] bool.
         """
-        if batch.features & EDITED and batch.num_rows > EDITED_ROWS:
+        if batch.features & (EDITED | self.processed) and batch.num_rows > EDITED_ROWS:
             cuts = [slice(a, min(a + EDITED_ROWS, batch.num_rows)) for a in range(0, batch.num_rows, EDITED_ROWS)]
             parts = [self._sample(logits[cut], rows_of(batch, cut)) for cut in cuts]
             tokens, counts, ok = (torch.cat(pieces) for pieces in zip(*parts, strict=True))
@@ -99,9 +109,11 @@ class Sampler:
         features = batch.features
         if features & EDITED:
             logits = self._edit(logits, batch)
-        for stage in self.stages:
-            if stage.feature == Feature.GREEDY or stage.feature & features:
-                logits = stage.edit(logits, batch)
+        acting = [stage for stage in self._processing if stage.feature == Feature.GREEDY or stage.feature & features]
+        if acting and not features & EDITED:
+            logits = logits.to(torch.float32, copy=True)
+        for stage in acting:
+            logits = stage.edit(logits, batch)
         if features & Feature.PLAIN:
             columns = {name: self._column(name, feature, batch) for name, feature in self._inputs.items()}
             drawn: Result = self.ops.sample_rows(logits, batch.rows, batch.samples, batch.computed, batch.query_len, **columns)

@@ -34,6 +34,7 @@ PUBLIC = {
     "ops": ["Register", "Ops", "Tolerance"],
     "device": ["Device", "Event", "PinnedBuffer"],
     "taps": ["Tap", "Result", "ModelInfo"],
+    "logits_processors": ["LogitsProcessor", "RegisterProcessor"],
     "observers": ["Observer", "StepReport", "RequestStart", "RequestFinish"],
     "checkpoint": ["CheckpointReader", "ModelCard"],
     "text": ["Tokenizer"],
@@ -41,7 +42,9 @@ PUBLIC = {
     "request": ["SamplingParams", "RequestOutput", "CompletionOutput"],
     "llm": ["LLM"],
     "async_llm": ["AsyncLLM"],
-    "testing.conformance": ["KernelConformance", "LinearSchemeConformance", "DeviceConformance", "transformers_checkpoint"],
+    "testing.conformance": [
+        *["KernelConformance", "LinearSchemeConformance", "DeviceConformance", "LogitsProcessorConformance", "transformers_checkpoint"],
+    ],
     "testing.conformance.case": ["StateCase"],
 }
 
