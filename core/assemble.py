@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -16,7 +16,7 @@ from modelrunner.attention import AttentionBackend, NoAttention
 from modelrunner.cache_setup import CacheMaker, check_budget
 from modelrunner.checkpoint import CheckpointReader, ModelCard
 from modelrunner.device import Device
-from modelrunner.errors import CapacityError, ModelRunnerError, PluginError
+from modelrunner.errors import CapacityError, ModelRunnerError, PluginError, SettingsError
 from modelrunner.graphs import capture_problem, decode_buckets, token_buckets
 from modelrunner.linear import LinearFactory
 from modelrunner.model_state import BuildContext, ModelState, Needs, No, Yes, required_features
@@ -103,6 +103,7 @@ def assemble(arguments: Mapping[str, Any], plugins: Sequence[object] = ()) -> As
     reader, card = open_checkpoint(choose)
     tokenizer = None if settings.model.skip_tokenizer_init else choose("tokenizer", card=card, settings=settings)
     device: Device = choose("device", setting="device.name", settings=settings)(settings)
+    require_deterministic(settings, device, f"device {device.name!r}", "device.name")
     ops = resolve_ops(manager, device)
     dtype = model_dtype(settings, device)
     state_type: type[ModelState] = choose("model_state", card=card, settings=settings)
@@ -176,7 +177,23 @@ def attention_backend(choose: Chooser, layout: GroupLayout, device: Device) -> t
     if not layout.group.attends:
         return NoAttention
     chosen: type[AttentionBackend] = choose("attention_backend", group=layout.group, device=device, settings=choose.settings)
+    require_deterministic(choose.settings, chosen, f"attention backend {choose.chosen['attention_backend']}", "pin.attention_backend")
     return chosen
+
+
+class MayBeDeterministic(Protocol):
+    """A component that says whether a row's results can be made to depend on no other row."""
+
+    deterministic: bool
+
+
+def require_deterministic(settings: RunnerSettings, component: MayBeDeterministic, what: str, setting: str) -> None:
+    """Raise SettingsError if the mode is on and the component cannot be so. setting: by which another is taken."""
+    if settings.device.deterministic and not component.deterministic:
+        raise SettingsError(
+            f"device.deterministic is set, but with {what} a request's results depend on what runs beside it; take another ({setting}), "
+            "or leave the mode off. Those that can: device cuda, attention backend paged, linear schemes plain and int8"
+        )
 
 
 def make_runner(parts: Parts, settings: RunnerSettings, max_model_len: int) -> Runner:
@@ -256,6 +273,7 @@ def build_module(
     """Build the state's module with the chosen linear scheme and fill it from the checkpoint."""
     settings = choose.settings
     scheme_type = choose("linear_scheme", setting="linear.scheme", card=card, device=device, settings=settings)
+    require_deterministic(settings, scheme_type, f"linear scheme {scheme_type.name}", "linear.scheme")
     linear = LinearFactory(scheme_type(ops, dtype, device.torch_device))
     context = BuildContext(settings=settings, card=card, ops=ops, linear=linear, dtype=dtype, device=device.torch_device)
     state.module = expect(torch.nn.Module, state.build(context), state, "build").eval()

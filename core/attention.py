@@ -80,11 +80,13 @@ def attention_meta(group: CacheGroup, batch: Batch, captured: bool = False) -> A
 class AttentionBackend(ABC):
     """Runs attention over one cache group. One instance per group and engine.
 
-    needs_host_lengths: it cannot work from device lengths alone. capturable: its calls may be captured into a graph.
+    needs_host_lengths: it cannot work from device lengths alone. capturable: its calls may be captured into a graph. deterministic: a
+    query's result depends, bit for bit, on no other query, provided that this holds for the operations.
     """
 
     needs_host_lengths: bool = False
     capturable: bool = True
+    deterministic: bool = False
 
     def __init__(self, group: FullAttention, cache: torch.Tensor, ops: Ops, dtype: torch.dtype) -> None:
         """cache: [num_pages, num_layers, tokens_per_page, 2, num_kv_heads, head_dim]; page 0 is the null page, zeros. dtype: of queries."""

@@ -43,6 +43,7 @@ class Device(ABC):
     name: str = "cpu"
     captures: bool = False  # whether `capture` works
     measures: bool = False  # whether `peak` works, so that the cache can be sized by it
+    deterministic: bool = False  # whether there are operations for it whose results for a row do not depend on the other rows
     poison: bool = False  # whether released buffers and ring entries are overwritten, to show who still reads them
 
     def __init__(self, settings: RunnerSettings) -> None:

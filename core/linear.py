@@ -21,6 +21,7 @@ class LinearScheme(ABC):
     """Stores and applies the weight of one `Linear`. Parameters and buffers are created on the layer, so that they are found by name."""
 
     name: str = ""
+    deterministic: bool = False  # a row's result depends, bit for bit, on no other row, provided that this holds for the operations
 
     def __init__(self, ops: Ops, dtype: torch.dtype, device: torch.device) -> None:
         """dtype: of activations."""
@@ -160,6 +161,7 @@ class PlainScheme(LinearScheme):
     """Weights in the activations' type: one parameter `weight` [out, in]. A tied layer uses the parameter that it is tied to."""
 
     name = "plain"
+    deterministic = True
 
     def create(self, layer: Linear) -> None:
         if layer.tied is None:
@@ -207,6 +209,7 @@ class Int8Scheme(LinearScheme):
     """
 
     name = "int8"
+    deterministic = True
     PACKED_ROWS = 16
 
     def create(self, layer: Linear) -> None:

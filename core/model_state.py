@@ -270,7 +270,9 @@ class ModelState(ABC):
         """
 
     def supports(self, feature: str) -> Yes | No:
-        """H. Answer for a feature: `prefix_cache`, `chunked_prefill`, `speculation`, `prompt_logprobs`, `graphs`, `taps`.
+        """H. Answer for a feature: `prefix_cache`, `chunked_prefill`, `speculation`, `prompt_logprobs`, `graphs`, `taps`,
+        `deterministic` (all that mixes the values of a token is done by `ctx.ops` and `ctx.linear`, not by torch, which chooses kernels by
+        how many tokens there are).
 
         Asked at start-up for every feature that the settings turn on; a No is an error there, never a silent fallback.
         """
@@ -363,4 +365,6 @@ def required_features(settings: RunnerSettings) -> Sequence[str]:
         wanted.append("prefix_cache")
     if settings.scheduler.chunked_prefill:
         wanted.append("chunked_prefill")
+    if settings.device.deterministic:
+        wanted.append("deterministic")
     return wanted

@@ -142,6 +142,10 @@ class DeviceSettings(Section):
     name: str = Field(default="auto", min_length=1)
     """Name of a device offer (cpu, cuda, deferred_cpu, or a plugin's); auto takes the best that is present."""
 
+    deterministic: bool = False
+    """A request's tokens and log-probs depend, bit for bit, on nothing but itself: not on the batch, chunks of its prompt, preemption or
+    what the cache holds. Slower; on cuda."""
+
 
 class LinearSettings(Section):
     """How the weights of linear layers are stored and applied."""

@@ -47,6 +47,7 @@ ALIASES: Mapping[str, str] = types.MappingProxyType(
         "enable_chunked_prefill": "scheduler.chunked_prefill",
         "scheduling_policy": "scheduler.policy",
         "device": "device.name",
+        "deterministic": "device.deterministic",
         "enforce_eager": "graphs.eager",
         "quantization": "linear.scheme",
     }

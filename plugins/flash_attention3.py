@@ -56,7 +56,9 @@ def group_problem(group: FullAttention) -> str:
 
 
 def types_problem(settings: RunnerSettings) -> str:
-    """Why it cannot serve the types of queries and cache. It computes in float16 too, but fa3-fwd is built without."""
+    """Why it cannot serve the mode, or the types of queries and cache. It computes in float16 too, but fa3-fwd is built without."""
+    if settings.device.deterministic:
+        return "device.deterministic is set; a prompt's rows would not be computed as decode rows are"
     if settings.model.dtype not in ("auto", "bfloat16"):
         return f"model.dtype is {settings.model.dtype!r}; it takes bfloat16"
     if settings.cache.dtype not in ("auto", "bfloat16"):

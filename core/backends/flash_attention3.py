@@ -52,6 +52,8 @@ class FlashStep(NamedTuple):
 class FlashAttention3(PagedAttention):
     """Steps of decode rows alone are those of `PagedAttention`, and are captured. Needs the package fa3-fwd."""
 
+    deterministic = False
+
     def __init__(self, group: FullAttention, cache: torch.Tensor, ops: Ops, dtype: torch.dtype) -> None:
         super().__init__(group, cache, ops, dtype)
         self._attention = import_module("fa3_fwd_interface").flash_attn_varlen_func

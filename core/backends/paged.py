@@ -19,6 +19,8 @@ class Step(NamedTuple):
 class PagedAttention(AttentionBackend):
     """Works out once a step where queries, keys and values lie (`attention_index`), then writes and attends a layer at a time."""
 
+    deterministic = True
+
     def begin(self, meta: AttentionMeta) -> Step:
         group = self.group
         index = self.ops.attention_index(

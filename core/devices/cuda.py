@@ -33,6 +33,7 @@ class CudaDevice(Device):
     name = "cuda"
     captures = True
     measures = True
+    deterministic = True
 
     def __init__(self, settings: RunnerSettings) -> None:
         super().__init__(settings)

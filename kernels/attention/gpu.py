@@ -9,10 +9,11 @@ import torch
 
 from modelrunner.kernels.attention.decode import COMBINE_FLOATS, decode_attention, decode_rows
 from modelrunner.kernels.attention.device import next_power_of_2
+from modelrunner.kernels.attention.fixed import fixed_config, fixed_index, fixed_indexed_attention, fixed_paged_attention
 from modelrunner.kernels.attention.gather import BLOCK, copy_pages, gather_pages
 from modelrunner.kernels.attention.gathered import gathered_attention, gathered_rows
 from modelrunner.kernels.attention.prefill import prefill_attention, prefill_rows
-from modelrunner.kernels.attention.prefill_list import choose_prefill, gathered_config, prefill_tiles, sort_tiles
+from modelrunner.kernels.attention.prefill_list import PrefillConfig, choose_prefill, gathered_config, prefill_tiles, sort_tiles
 from modelrunner.kernels.attention.rope_write import norm_rotate_write, qkv_rope_write
 from modelrunner.kernels.attention.work_list import (
     AttentionWork,
@@ -123,6 +124,13 @@ OVERRIDES: dict[str, Callable[..., Any]] = {
     "qkv_rope_write": qkv_rope_write,
     "qkv_attention": qkv_attention,
 }
+FIXED: dict[str, Callable[..., Any]] = {
+    "attention_index": fixed_index,
+    "indexed_write": indexed_write,
+    "indexed_attention": fixed_indexed_attention,
+    "paged_attention": fixed_paged_attention,
+    "write_cache": write_cache,
+}
 
 
 def _decode_build(kind: str, group: int, dim: int, rows: int, queries: int = 1, fused: bool = False) -> Build:
@@ -147,8 +155,8 @@ def _decode_build(kind: str, group: int, dim: int, rows: int, queries: int = 1, 
     return Build(decode_attention, _signature(kind), constants | _PLAIN, config.num_warps, config.num_stages, spill, _STEPS)
 
 
-def _prefill_build(kind: str, group: int, dim: int) -> Build:
-    config = choose_prefill(dim, torch.float32 if kind == "fp32" else torch.bfloat16)
+def _prefill_build(kind: str, group: int, dim: int, choose: Callable[..., PrefillConfig] = choose_prefill) -> Build:
+    config = choose(dim, torch.float32 if kind == "fp32" else torch.bfloat16)
     constants = {
         "NUM_KV": 8,
         "GROUP": group,
@@ -159,7 +167,8 @@ def _prefill_build(kind: str, group: int, dim: int) -> Build:
         "BLOCK_M": config.block_queries,
         "BLOCK_S": config.block_keys,
     }
-    spill = 16 if dim <= 128 else 320  # outside the loops; outputs of 128 x 256 take half of the registers
+    # Outside the loops; outputs of 128 x 256 take half of the registers. Four warps of the fixed tiles hold more each.
+    spill = 320 if dim > 128 else 64 if choose is fixed_config else 16
     return Build(prefill_attention, _signature(kind), constants | _PLAIN, config.num_warps, config.num_stages, spill, _STEPS)
 
 
@@ -225,6 +234,7 @@ BUILDS = [
     _decode_build("fp32", 3, 64, 1),
     *[_prefill_build("bf16", group, dim) for group, dim in ((2, 128), (3, 64), (2, 256))],
     _prefill_build("fp32", 3, 64),
+    *[_prefill_build("bf16", group, dim, fixed_config) for group, dim in ((2, 128), (3, 64), (2, 256))],
     _qkv_build("bf16", 16, 8, 128, 4, True),
     _qkv_build("bf16", 16, 8, 128, 16, True),
     _qkv_build("fp32", 9, 3, 64, 16, False),

@@ -158,8 +158,12 @@ def prefill_rows(
     scale: float,
     softcap: float | None,
     sinks: torch.Tensor | None,
+    **options: bool,
 ) -> None:
-    """Attention of the tokens after those of the decode rows, into the same tokens of out. q: [T, H, D]. out: [T, H, D], contiguous."""
+    """Attention of the tokens after those of the decode rows, into the same tokens of out. q: [T, H, D]. out: [T, H, D], contiguous.
+
+    options: the compiler's.
+    """
     prefill = work.prefill
     assert prefill is not None
     config, device = prefill.config, q.device
@@ -194,4 +198,5 @@ def prefill_rows(
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         **launch_options(device),
+        **options,
     )

@@ -9,6 +9,8 @@ import triton
 
 from modelrunner.kernels.activation.gated import SILU
 from modelrunner.kernels.builds import CAPABILITIES, PDL_SINCE, Build
+from modelrunner.kernels.linear.fixed import SUM_BLOCK as FIXED_SUM_BLOCK
+from modelrunner.kernels.linear.fixed import fixed_int8_matmul, fixed_kernel, fixed_matmul, fixed_sum_kernel, fixed_tiles
 from modelrunner.kernels.linear.gemv import gemv_kernel
 from modelrunner.kernels.linear.launch import SUM_BLOCK
 from modelrunner.kernels.linear.plan import Gemv, plan
@@ -22,6 +24,7 @@ OVERRIDES: dict[str, Callable[..., Any]] = {
     "norm_matmul": norm_matmul,
     "norm_gated_matmul": norm_gated_matmul,
 }
+FIXED: dict[str, Callable[..., Any]] = {"matmul": fixed_matmul, "int8_matmul": fixed_int8_matmul}
 
 _NUMBERS = {"T": "i32", "N": "i32", "x_stride": "i32", "residual_stride": "i32", "eps": "fp32"}
 _DIVISIBLE = ("N", "x_stride", "residual_stride")
@@ -82,3 +85,26 @@ BUILDS: list[Build] = [
 ]
 BUILDS += builds("norm", 4, 4096, 1024, "fp32") + builds("gated", 32, 3072, 1024, "fp16") + builds("int8", 1, 4096, 1024)
 BUILDS += builds("int8", 32, 1024, 3072)
+
+
+def fixed_builds(outputs: int, inner: int, dtype: str = "bf16", weight: str = "") -> list[Build]:
+    """What one product of the mode `device.deterministic` launches: for few rows and for many, and the sum. weight: "i8" for int8."""
+    tiles = fixed_tiles(outputs, inner, 32 if dtype == "fp32" else 16)
+    given = {"x_ptr": f"*{dtype}", "w_ptr": f"*{weight or dtype}", "out_ptr": f"*{dtype}", "part_ptr": "*fp32", "scale_ptr": "*fp32"}
+    signature = given | {"T": "i32", "N": "i32", "x_stride": "i32"}
+    plain: dict[str, Any] = {} if weight else {"scale_ptr": None}
+    constants = {"K": inner, "BT": tiles.bt, "BN": tiles.bn, "BK": tiles.bk, "PARTS": tiles.parts, "PDL": True}
+    ways: list[dict[str, Any]] = [{"part_ptr": None}, {}] if tiles.parts > 1 else [{"part_ptr": None}]
+    found = [Build(fixed_kernel, signature, plain | way | constants, tiles.warps, tiles.stages, divisible=_DIVISIBLE) for way in ways]
+    if tiles.parts > 1:
+        sums = {"PARTS": tiles.parts, "BLOCK": FIXED_SUM_BLOCK, "PDL": True}
+        found.append(Build(fixed_sum_kernel, signature, plain | sums, 2, divisible=_DIVISIBLE))
+    return found
+
+
+BUILDS += [
+    build
+    for outputs, inner in ((4096, 1024), (1024, 2048), (6144, 1024), (151936, 1024), (4096, 12288), (576, 1536))
+    for build in fixed_builds(outputs, inner)
+]
+BUILDS += fixed_builds(576, 576, "fp32") + fixed_builds(1024, 3072, weight="i8")

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 from modelrunner.kernels.builds import Build
-from modelrunner.kernels.norm.rows import add_rms_norm, norm_kernel, rms_norm, shape
+from modelrunner.kernels.norm.rows import FIXED_ROWS, add_rms_norm, fixed_rms_norm, norm_kernel, rms_norm, shape
 
 OVERRIDES: dict[str, Callable[..., Any]] = {"rms_norm": rms_norm, "add_rms_norm": add_rms_norm}
+FIXED: dict[str, Callable[..., Any]] = {"rms_norm": fixed_rms_norm}
 _NUMBERS = {"rows": "i32", "inner": "i32", "x_outer": "i32", "x_inner": "i32", "r_outer": "i32", "r_inner": "i32", "eps": "fp32"}
 
 
@@ -28,6 +29,7 @@ BUILDS: list[Build] = [
         (1, 1024, "bf16", "bf16", True),
         (4096, 128, "bf16", "bf16", False),
         (4096, 256, "bf16", "fp32", False),
+        (FIXED_ROWS, 1024, "bf16", "bf16", False),
         (8192, 1024, "bf16", "bf16", True),
         (8192, 4096, "bf16", "bf16", True),
         (8192, 4096, "fp16", "fp16", False),

@@ -12,6 +12,7 @@ from modelrunner.kernels.pdl import pdl
 
 MAX_WIDTH = 16384  # of a row that one program holds
 TILE = 2048  # values of a program where rows are short
+FIXED_ROWS = 1024  # as many as all launches take themselves to have where rows must not depend on their number
 
 
 @triton.jit
@@ -60,14 +61,22 @@ def row_strides(x: torch.Tensor) -> tuple[torch.Tensor, int, int, int]:
     return x, 1, x.shape[-1], 0
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """`reference.rms_norm` in one launch. Rows of x [..., D] may be strided, e.g. the heads of a slice of a fused product."""
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, fixed: bool = False) -> torch.Tensor:
+    """`reference.rms_norm` in one launch. Rows of x [..., D] may be strided, e.g. the heads of a slice of a fused product.
+
+    fixed: in programs of one shape, however many rows there are, so that each row is summed in one order.
+    """
     if x.shape[-1] > MAX_WIDTH:
         return reference_rms_norm(x, weight, eps)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     x, inner, outer_stride, inner_stride = row_strides(x)
-    _launch(x, None, weight, out, None, inner, (outer_stride, inner_stride, 0, 0), eps)
+    _launch(x, None, weight, out, None, inner, (outer_stride, inner_stride, 0, 0), eps, fixed)
     return out
+
+
+def fixed_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """`rms_norm` whose rows do not depend on how many there are."""
+    return rms_norm(x, weight, eps, fixed=True)
 
 
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -102,12 +111,13 @@ def _launch(
     inner: int,
     strides: tuple[int, int, int, int],
     eps: float,
+    fixed: bool = False,
 ) -> None:
     width = out.shape[-1]
     rows = out.numel() // max(width, 1)
     if rows == 0 or width == 0:
         return
-    block, tile, warps = shape(rows, width)
+    block, tile, warps = shape(FIXED_ROWS if fixed else rows, width)
     norm_kernel[(triton.cdiv(rows, tile),)](
         x, residual, weight.contiguous(), out, total, rows, inner, *strides, eps, D=width, BLOCK=block, ROWS=tile, num_warps=warps, **pdl(x)
     )

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 UNSUPPORTED = {
+    "deterministic": "the products are torch's, which chooses their kernels by how many tokens there are",
     "graphs": "transformers' own Python runs in every step, and parts of it may wait for the device",
     "taps": "the layers are transformers' own, and name no points where hidden states could be read or changed",
 }

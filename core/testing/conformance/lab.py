@@ -33,7 +33,7 @@ Reference = Callable[[Sequence[int]], torch.Tensor]
 """Token ids of one sequence -> its logits [length, vocabulary] of any float type, the i-th line for the token that follows i + 1 tokens."""
 
 NEAR_TIE = 1e-4
-FEATURES = ("prefix_cache", "chunked_prefill", "speculation", "prompt_logprobs", "graphs", "taps")
+FEATURES = ("prefix_cache", "chunked_prefill", "speculation", "prompt_logprobs", "graphs", "taps", "deterministic")
 
 
 class StatePlugin:

@@ -73,7 +73,7 @@ class Olmo2State(ModelState):
         return Needs((self.group,), self.hidden, self.vocab, self.rope.max_length, tap_points=taps)
 
     def supports(self, feature: str) -> Yes | No:
-        known = ("prefix_cache", "chunked_prefill", "speculation", "prompt_logprobs", "graphs", "taps")
+        known = ("prefix_cache", "chunked_prefill", "speculation", "prompt_logprobs", "graphs", "taps", "deterministic")
         return Yes() if feature in known else No(f"the OLMo 2 plugin knows nothing of {feature!r}")
 
     def weight_map(self, card: ModelCard) -> WeightMap:
