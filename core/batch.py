@@ -42,7 +42,7 @@ class Feature(IntFlag):
     PENALISED = 64  # repetition, presence or frequency
 
 
-PROCESSOR_BIT = 1 << 32  # the first one stands for Python functions, each of the next for a logits processor
+PROCESSOR_BIT = 1 << 40  # the first one stands for Python functions, each of the next for a logits processor
 EDITED = Feature.ALLOWED | Feature.BIASED | Feature.KEPT_GOING | Feature.BANNED | Feature.PENALISED  # logits change before the draw
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from modelrunner.request import Request, SamplingParams
     from modelrunner.settings import RunnerSettings
 
-MAX_PROCESSORS = 30
+MAX_PROCESSORS = 20
 
 
 class ProcessorRegistry:

@@ -133,7 +133,7 @@ class NotOne:
         ((Shift("two words"),), "with the name 'two words'; accepted: a Python identifier"),
         ((Shift("functions"),), "with the name 'functions'"),
         ((NotOne(),), "registers a NotOne as a logits processor"),
-        ([Shift(f"p{i}") for i in range(31)], "'p30'; an engine holds at most 30"),
+        ([Shift(f"p{i}") for i in range(21)], "'p20'; an engine holds at most 20"),
     ],
 )
 def test_what_cannot_be_registered_is_refused(processors: Sequence[Any], message: str) -> None:
