@@ -14,6 +14,7 @@ import numpy as np
 
 from modelrunner.batch import Patch
 from modelrunner.errors import RequestError
+from modelrunner.forks import Forks
 from modelrunner.page_pool import Int32Array, PagePool
 from modelrunner.prefix_cache import Hit, PageKeys, PrefixCache, root_key
 from modelrunner.request import Request, Status
@@ -59,6 +60,7 @@ class Admission:
         cache_seed: bytes,
     ) -> None:
         self.queue = WaitingQueue(by_priority)
+        self.forks = Forks()
         self.seats = Seats(seats)
         self.entries: dict[str, Entry] = {}
         self.holders: list[Entry | None] = [None] * rows.active.size
@@ -93,7 +95,8 @@ class Admission:
         request.sequence = self._sequence
         request.status = Status.WAITING
         entry = self.entries[request.id] = Entry(request, plain, seated)
-        self.queue.push(entry)
+        if self.forks.add(entry):
+            self.queue.push(entry)
 
     def _refuse_misfit(self, request: Request) -> None:
         prompt, limit = len(request.prompt_token_ids), request.limit
@@ -131,11 +134,29 @@ class Admission:
 
     def forget(self, request: Request) -> None:
         """The request has ended: it holds no row (any more)."""
-        waiting = request.status in (Status.WAITING, Status.PREEMPTED)
+        waiting = request.status in (Status.WAITING, Status.PREEMPTED) and not self.forks.is_held(request)
         request.status = Status.FINISHED
         self.entries.pop(request.id)
         if waiting:
             self.queue.dropped()
+        following, last = self.forks.ended(request)
+        for entry in following:
+            self.queue.push(entry)
+        if last and not self._caching:
+            self._forget_prompt(request)
+
+    def prompt_is_there(self, request: Request) -> None:
+        """The request has computed its prompt: whoever was held for it may come."""
+        for entry in self.forks.first_token(request):
+            self.queue.push(entry)
+
+    def _forget_prompt(self, request: Request) -> None:
+        """Take the pages of a shared prompt out of the index, where nobody else may find them."""
+        keys, tokens = self._page_keys(request), np.array(request.prompt_token_ids, np.int32)
+        for table in self._rows.tables:
+            chain = keys.extend(tokens, table.tokens_per_page, tokens.size // table.tokens_per_page)
+            found = [self._pool.find(table.index, key) for key in chain]
+            self._pool.forget(np.array([page for page in found if page], np.int32))
 
     # ---- into a row ------------------------------------------------------------------------------------------------
 
@@ -174,12 +195,16 @@ class Admission:
         return None
 
     def _hit(self, entry: Entry, tokens: Int32Array) -> Hit:
-        if not self._caching:
+        if not self._caching and entry.request.fork is None:
             return self._cache.miss
         if entry.keys is None:
-            request = entry.request
-            entry.keys = PageKeys(root_key(self._cache_seed, request.extra.get("adapter"), request.cache_salt, request.cache_world))
+            entry.keys = self._page_keys(entry.request)
         return self._cache.hit(entry.keys, tokens)
+
+    def _page_keys(self, request: Request) -> PageKeys:
+        """The root of its pages' keys. Without prefix caching nobody but those that share its prompt has the same one."""
+        private = None if self._caching else request.fork
+        return PageKeys(root_key(self._cache_seed, request.extra.get("adapter"), request.cache_salt, request.cache_world, private))
 
     def _is_blocked(self, entry: Entry) -> bool:
         """Whether no page came back or entered the index since this entry did not fit: then it is not looked up again."""
@@ -288,7 +313,7 @@ class Admission:
         assert entry is not None, f"row {row} has no request"
         assert entry.request is request, f"row {row} is not held by request {request.id!r}"
         request.output_token_ids.extend(rows.output(row)[len(request.output_token_ids) :].tolist())
-        if entry.keys is not None:
+        if entry.keys is not None and self._caching:
             computed = int(rows.computed[row])
             for table in rows.tables:
                 stop = computed // table.tokens_per_page
@@ -323,9 +348,10 @@ class Admission:
         assert every == list(range(len(self.holders))), f"rows {every} are held, free or leaving, not each row once"
         self.seats.check([entry.seats for entry in self.holders if entry is not None] + [seats for _, seats in self._leaving])
         running = {entry.request.id for entry in self.holders if entry is not None}
+        held_back = {entry.request.id for entry in self.forks.entries()}
         waiting = {entry.request.id for entry in self.queue.entries()}
-        assert running | waiting == self.entries.keys(), "a request neither runs nor waits"
-        assert not running & waiting, "a request both runs and waits"
+        assert running | waiting | held_back == self.entries.keys(), "a request neither runs nor waits"
+        assert len(running) + len(waiting) + len(held_back) == len(self.entries), "a request both runs and waits"
         assert len(self.queue) == len(waiting), f"the queue counts {len(self.queue)} and holds {len(waiting)}"
         for row in held:
             entry = self.holders[row]

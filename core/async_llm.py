@@ -23,6 +23,7 @@ from pydantic import BaseModel
 
 from modelrunner.assemble import Chooser, open_checkpoint, settle
 from modelrunner.chat import Message, chat_tokenizer, num_characters, one_conversation, with_text
+from modelrunner.choice_stream import ChoiceStream
 from modelrunner.engine_link import EngineLink
 from modelrunner.errors import PluginError, PluginWarning, RequestError
 from modelrunner.messages import Sleep, UpdateWeights, WakeUp
@@ -119,7 +120,7 @@ class AsyncLLM:
             request = await asyncio.to_thread(self._request, *arguments)
         else:
             request = self._request(*arguments)
-        stream = self._link.open(request, self.tokenizer)
+        stream = self._link.open(request, self.tokenizer) if request.params.n == 1 else ChoiceStream(self._link, request, self.tokenizer)
         try:
             finished = False
             while not finished:
@@ -127,7 +128,7 @@ class AsyncLLM:
                 finished = output.finished
                 yield output
         finally:
-            self._link.release(stream)
+            stream.release(self._link)
 
     async def chat(
         self,

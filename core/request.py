@@ -94,7 +94,7 @@ class Request:
     limit: tokens (prompt + output) at which it ends. seed: 64-bit, always set. features: bits of batch.Feature. tap_values: column values
     that taps gave. cache_world: what its cached pages depend on beside tokens, weights and salt. results: a byte record [bytes] uint8 of
     taps per output token. bad_word_ids: every tokenisation of `params.bad_words`. failure: what a function of `params.logits_processors`
-    did wrong.
+    did wrong. choice: which of several answers to its prompt. fork: names the requests that share this prompt, of which one computes it.
     """
 
     id: str
@@ -124,6 +124,8 @@ class Request:
     results: list[npt.NDArray[np.uint8]] = field(default_factory=list)
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     failure: str | None = None
+    choice: int = 0
+    fork: str | None = None
 
     @property
     def stop_ids(self) -> tuple[int, ...]:

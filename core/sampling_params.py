@@ -21,6 +21,7 @@ SEED_MIN, SEED_MAX = -(2**63), 2**63 - 1
 INT32_MAX = 2**31 - 1
 FLOAT32_MAX = 3.4028234e38
 MAX_BIAS = 100.0
+MAX_CHOICES = 1024
 SHOWN_CHARACTERS = 60
 
 
@@ -101,6 +102,12 @@ def _seed(value: object) -> int | None:
         return None
     number = as_int(value)
     _require(SEED_MIN <= number <= SEED_MAX)
+    return number
+
+
+def _n(value: object) -> int:
+    number = as_int(value)
+    _require(1 <= number <= MAX_CHOICES)
     return number
 
 
@@ -221,6 +228,7 @@ def _extra_args(value: object) -> Mapping[str, Any]:
 
 
 ACCEPTED = {
+    "n": f"an integer from 1 to {MAX_CHOICES}",
     "temperature": "a finite number >= 0 (0: greedy)",
     "top_p": "a number in (0, 1]",
     "top_k": "an integer >= 1, or 0 or -1 for all tokens",
@@ -247,6 +255,7 @@ ACCEPTED = {
 class SamplingParams(BaseModel):
     """How to sample one request; names and meanings are those that vLLM's users know. Immutable.
 
+    n: answers wanted, each drawn independently; the prompt is computed once.
     temperature: divides the logits; 0 is greedy. top_k: sample among the k likeliest tokens; 0 or -1 for all.
     top_p: among the likeliest tokens that together hold this probability. min_p: among tokens at least this fraction as likely as the best.
     seed: the same seed and prompt give the same text; None draws a new one for each request.
@@ -269,6 +278,7 @@ class SamplingParams(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    n: Annotated[int, BeforeValidator(_n)] = 1
     temperature: Annotated[float, BeforeValidator(_temperature)] = 1.0
     top_p: Annotated[float, BeforeValidator(_top_p)] = 1.0
     top_k: Annotated[int, BeforeValidator(_top_k)] = 0

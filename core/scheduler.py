@@ -146,7 +146,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self.admission.queue)
+        return len(self.admission.queue) + len(self.admission.forks)
 
     @property
     def num_running(self) -> int:
@@ -177,7 +177,7 @@ class Scheduler:
             return again
         self._disturb()
         while True:
-            rows, counts, num_decode = self._rows.select(self._running, self._budget, self.num_waiting)
+            rows, counts, num_decode = self._rows.select(self._running, self._budget, len(self.admission.queue))
             upper = self._rows.computed_upper[rows] + counts
             deficits = [table.deficit(rows, upper) for table in self._rows.tables]
             missing = sum(int(d.sum()) for d in deficits)
@@ -186,7 +186,7 @@ class Scheduler:
             if self._in_flight:
                 return Drain(f"{missing} cache pages are needed and {self.pool.available} available")
             self._preempt(self._victim())
-        tokens = self._budget.tokens(num_decode, rows.size - num_decode + self.num_waiting)
+        tokens = self._budget.tokens(num_decode, rows.size - num_decode + len(self.admission.queue))
         draft = Draft(self._builder(), tokens, num_decode)
         draft.grow(self._rows, rows, deficits, self.pool)
         draft.take(self._rows, rows, counts)
@@ -337,6 +337,7 @@ class Scheduler:
             request = self.request_at(row)
             assert request is not None, f"row {row} has no request"
             request.first_token_time = now
+            self.admission.prompt_is_there(request)
 
     def _finish_rows(self, rows: Int32Array, codes: Int32Array) -> list[Request]:
         """End the requests whose record carries a finish code."""
