@@ -180,23 +180,6 @@ def test_filters_that_keep_everything_equal_no_filter() -> None:
     assert torch.equal(sample(logits, **args)[0], sample(logits, **bare)[0])
 
 
-@pytest.mark.parametrize(
-    "given", [{}, {"temperature": 2.0}, {"top_k": 4}, {"top_p": 0.8}, {"min_p": 0.2}, {"temperature": 0.5, "top_p": 0.9}]
-)
-def test_draws_follow_the_distribution(given: dict[str, float]) -> None:
-    """Chi-square over 40,000 seeds at the 1e-4 level, for what the filters keep, renormalised."""
-    n = 40_000
-    logits = torch.tensor([2.0, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0, -2.0])
-    tokens, _ = sample(logits.expand(n, -1), **(parameters(n, **given) | {"seed": torch.arange(n)}))
-    filters = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, **given}
-    kept = sorted(slow_kept(logits.numpy(), filters["temperature"], int(filters["top_k"]), filters["top_p"], filters["min_p"]))
-    want = torch.softmax(logits[kept].double() / filters["temperature"], 0) * n
-    counts = torch.bincount(tokens, minlength=8).double()
-    assert counts.sum() == counts[kept].sum()
-    chi_square = ((counts[kept] - want) ** 2 / want).sum().item()
-    assert chi_square < 31.0  # the 1e-4 point for 7 degrees of freedom is 29.9; fewer have less
-
-
 def test_logits_are_left_alone() -> None:
     logits = torch.randn(4, 100).to(torch.bfloat16)
     before = logits.clone()
