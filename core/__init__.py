@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from modelrunner.hookspecs import hookimpl
     from modelrunner.llm import LLM
     from modelrunner.logits_processors import LogitsProcessor
+    from modelrunner.logprobs import Logprob
     from modelrunner.observers import Observer, RequestFinish, RequestStart, StepReport
     from modelrunner.offers import Decline, Offer
     from modelrunner.request import CompletionOutput, OutputKind, RequestOutput, SamplingParams
@@ -30,6 +31,7 @@ _EXPORTS = {
     "RequestOutput": "request",
     "CompletionOutput": "request",
     "OutputKind": "request",
+    "Logprob": "logprobs",
     "RunnerSettings": "settings",
     "Offer": "offers",
     "Decline": "offers",
@@ -51,6 +53,7 @@ __all__ = [
     "Decline",
     "Engine",
     "LogitsProcessor",
+    "Logprob",
     "ModelInfo",
     "Observer",
     "Offer",

@@ -199,6 +199,8 @@ class Admission:
             return self._cache.miss
         if entry.keys is None:
             entry.keys = self._page_keys(entry.request)
+        if entry.request.logprobs is not None and entry.request.logprobs.lacks_prompt:
+            return self._cache.miss  # positions from the cache have no hidden states
         return self._cache.hit(entry.keys, tokens)
 
     def _page_keys(self, request: Request) -> PageKeys:

@@ -15,6 +15,7 @@ import torch
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
+Float32Array = npt.NDArray[np.float32]
 
 
 class Finish(IntEnum):
@@ -27,9 +28,9 @@ class Finish(IntEnum):
 
 
 class Feature(IntFlag):
-    """What a row asks of the tail of a step. The plan carries the union over its rows and so chooses the tail's kind.
+    """What a row asks of a step, above all of its tail. The plan carries the union over its rows and so chooses the tail's kind.
 
-    Bits from 256 on belong to taps, one each (see `tap_set`); those from PROCESSOR_BIT on to Python functions and logits processors.
+    Bits from 256 to 2**29 belong to taps, one each (see `tap_set`); those from PROCESSOR_BIT on to Python functions and logits processors.
     """
 
     GREEDY = 0
@@ -40,10 +41,18 @@ class Feature(IntFlag):
     KEPT_GOING = 16  # no stop id before min_tokens
     BANNED = 32  # bad words
     PENALISED = 64  # repetition, presence or frequency
+    LOGPROBS = 1 << 32  # log-probs of the sampled token and of the likeliest ones
+    ALL_LOGPROBS = 1 << 33  # of the whole vocabulary; goes with LOGPROBS
+    PROMPT_LOGPROBS = 1 << 34  # the same at the positions of the prompt
+    ALL_PROMPT_LOGPROBS = 1 << 35  # goes with PROMPT_LOGPROBS
 
 
 PROCESSOR_BIT = 1 << 40  # the first one stands for Python functions, each of the next for a logits processor
 EDITED = Feature.ALLOWED | Feature.BIASED | Feature.KEPT_GOING | Feature.BANNED | Feature.PENALISED  # logits change before the draw
+
+
+PROMPT = Feature.PROMPT_LOGPROBS | Feature.ALL_PROMPT_LOGPROBS  # what a row asks for until its prompt is computed
+UNCAPTURED = PROMPT | Feature.ALL_LOGPROBS  # the host must know which rows ask, so no graph does it
 
 
 class Record(IntEnum):
@@ -89,6 +98,7 @@ class Plan:
     rows: [N] int32 request-table rows, in batch order. generations: [N] int32 tenancies. num_query: [N] int32 query tokens.
     max_seq_len: upper bound over rows of computed + query tokens. table_pages: the same per cache group, in pages.
     features: union over rows. patch: applied before anything else. num_draft: k of the step.
+    row_features: [N] int64, those of each row, where the host must know them (`UNCAPTURED`); else None.
     """
 
     step: int
@@ -103,6 +113,7 @@ class Plan:
     table_pages: tuple[int, ...]
     features: Feature = Feature.GREEDY
     num_draft: int = 0
+    row_features: Int64Array | None = None
 
     @property
     def num_rows(self) -> int:
@@ -125,15 +136,32 @@ class Ticket:
 
 
 @dataclass(frozen=True)
+class LogprobRecords:
+    """Log-probs of a collected step, owned by the receiver; see `step_logprobs` for what is in them.
+
+    rows: [N, words] int32, row i for plan.rows[i]; no line without a row that asks. positions: [P, words] int32, of the tokens of `spans`:
+    (row's place, first token's place, token after the last, whether all of the vocabulary). row_lines, position_lines: [V] log-probs of
+    those that want all of the vocabulary, by their number.
+    """
+
+    rows: Int32Array
+    positions: Int32Array
+    spans: tuple[tuple[int, int, int, bool], ...]
+    row_lines: Mapping[int, Float32Array]
+    position_lines: Mapping[int, Float32Array]
+
+
+@dataclass(frozen=True)
 class Outcome:
     """A collected step. records: [N, record_words] int32, row i for plan.rows[i], owned by the receiver.
 
-    extra: [N, record bytes] uint8 of what taps report (see `tap_set`), None when no row asked.
+    extra: [N, record bytes] uint8 of what taps report (see `tap_set`), None when no row asked. logprobs: None when no row asked.
     """
 
     plan: Plan
     records: Int32Array
     extra: npt.NDArray[np.uint8] | None = None
+    logprobs: LogprobRecords | None = None
 
 
 @dataclass

@@ -60,5 +60,6 @@ def large(blank: Plan, layouts: Sequence[GroupLayout], num_tokens: int, max_rows
         max_query=int(num_query[0]),
         max_seq_len=max_model_len,
         table_pages=tuple(layout.pages_for(max_model_len) for layout in layouts),
-        features=Feature.PLAIN | Feature.FILTERED | EDITED | more,
+        features=Feature.PLAIN | Feature.FILTERED | EDITED | Feature.LOGPROBS | Feature.PROMPT_LOGPROBS | more,
+        row_features=np.where(np.arange(rows) == 0, int(Feature.PROMPT_LOGPROBS), 0),
     )

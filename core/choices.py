@@ -7,18 +7,33 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from modelrunner.errors import RequestError
-from modelrunner.request import CompletionOutput, OutputKind, Request, RequestMetrics, RequestOutput
+from modelrunner.logprobs import RequestLogprobs
+from modelrunner.request import CompletionOutput, OutputKind, Request, RequestMetrics, RequestOutput, SamplingParams
 
 
 def choices_of(request: Request) -> list[Request]:
     """The requests that answer it, which differ in id, choice and their own state; itself, if one answer is wanted."""
     if request.params.n == 1:
         return [request]
-    fork = secrets.token_hex(8)
+    fork, last = secrets.token_hex(8), request.params
+    if last.prompt_logprobs is not None:  # of one prompt, and who asks for them takes none of it from the cache
+        last = last.model_copy(update={"prompt_logprobs": None})
+    own = (request.params, *[last] * (request.params.n - 1))
     return [
-        replace(request, id=f"{request.id}#{i}", choice=i, fork=fork, output_token_ids=[], extra={}, tap_values={}, results=[])
-        for i in range(request.params.n)
-    ]
+        replace(
+            request, id=f"{request.id}#{i}", choice=i, fork=fork, params=params, logprobs=logprobs_of(request, params),
+            output_token_ids=[], extra={}, tap_values={}, results=[],
+        )
+        for i, params in enumerate(own)
+    ]  # fmt: skip
+
+
+def logprobs_of(request: Request, params: SamplingParams) -> RequestLogprobs | None:
+    """An empty place for the log-probs of one choice."""
+    held = request.logprobs
+    if held is None or (params.logprobs is None and params.prompt_logprobs is None):
+        return None
+    return RequestLogprobs(held.num_top, None if params.prompt_logprobs is None else held.num_prompt_top, held.prompt_length)
 
 
 class Told:
@@ -47,12 +62,16 @@ class Told:
             return None
         if self.kind is OutputKind.DELTA:
             shown = dict(sorted(self._new.items()))
-        base = next(iter(self._new.values()))
+        base, first = next(iter(self._new.values())), self._new.get(0)
+        prompt_logprobs = None if first is None else first.prompt_logprobs
+        if self.kind is not OutputKind.DELTA and self._last[0] is not None:
+            prompt_logprobs = self._last[0].prompt_logprobs
         self._new = {}
         known = [output for output in self._last if output is not None]
         return replace(
             base if self._last[0] is None else self._last[0],
             request_id=self.id,
+            prompt_logprobs=prompt_logprobs,
             outputs=[completion(i, output) for i, output in shown.items()],
             finished=finished,
             metrics=merged([output.metrics for output in known], finished),

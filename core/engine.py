@@ -28,6 +28,8 @@ from modelrunner.caches import free_arena, restore_arena
 from modelrunner.checkpoint import ModelCard
 from modelrunner.choices import Choices, choices_of
 from modelrunner.errors import CapacityWarning, EngineError, PluginWarning, RequestError, warn_caller
+from modelrunner.logprobs import keep_logprobs
+from modelrunner.model_state import No
 from modelrunner.outputs import OutputProcessor
 from modelrunner.page_pool import PagePool
 from modelrunner.request import Prompt, Request, RequestOutput, SamplingParams, make_request, merged_eos
@@ -171,6 +173,10 @@ class Engine:
     def _queue(self, request: Request) -> None:
         self.assembly.sampler.check(request, self.settings)
         request.features = int(self.assembly.sampler.features(request.params))
+        if request.params.prompt_logprobs is not None:
+            answer = self.assembly.state.supports("prompt_logprobs")
+            if isinstance(answer, No):
+                raise RequestError(f"prompt_logprobs: {type(self.assembly.state).__name__} gives none: {answer.reason}")
         self.assembly.taps.admit(request)
         self.scheduler.add(request)
         try:
@@ -269,6 +275,8 @@ class Engine:
             arrived = time.monotonic()
             if outcome.extra is not None:
                 self.assembly.taps.keep(outcome, self.scheduler.rows, self.scheduler.request_at)
+            if outcome.logprobs is not None:
+                keep_logprobs(outcome, self.scheduler.rows, self.scheduler.request_at)
             committed = self.scheduler.commit(outcome)
             outputs += self._process(committed)
             self.watch.committed(ticket.plan, waiting, arrived, committed)

@@ -258,6 +258,7 @@ class EngineLink:
         for number, size, extra in zip(turn.numbers, turn.counts, turn.extra, strict=True):
             tokens, start = turn.tokens[start : start + size], start + size
             if (stream := self._streams.get(number)) is not None:
+                stream.take_logprobs(turn.logprobs.get(number), turn.prompt_logprobs.get(number))
                 items += self._outputs(stream, partial(stream.feed, tokens, extra, number in ending))
         for ended in turn.ended:
             if (stream := self._streams.pop(ended.number, None)) is not None:

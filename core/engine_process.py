@@ -30,6 +30,7 @@ import zmq
 from modelrunner import errors
 from modelrunner.engine_changes import Changes, Stopped
 from modelrunner.errors import EngineError, PluginError, RequestError
+from modelrunner.logprobs import PackedLogprobs
 from modelrunner.messages import (
     Abort,
     Add,
@@ -78,6 +79,7 @@ class EngineLoop:
 
     def __init__(self, engine: Engine, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes]) -> None:
         self.engine = engine
+        engine.outputs.logprobs = PackedLogprobs()
         self._inbox, self._outbox = inbox, outbox
         self._numbers: dict[str, int] = {}  # request id -> number, of requests whose end was not reported
         self._ids: dict[int, str] = {}
@@ -244,6 +246,10 @@ class EngineLoop:
             turn.counts.append(count)
             turn.tokens.extend(completion.token_ids)
             turn.extra.append(dict(completion.extra))
+            if completion.logprobs is not None:
+                turn.logprobs[number] = completion.logprobs
+        if output.prompt_logprobs is not None:
+            turn.prompt_logprobs[number] = output.prompt_logprobs
         metrics = output.metrics
         facts = Facts(number, metrics.first_token_time, output.num_cached_tokens, metrics.num_preemptions, output.weight_version)
         if self._facts.get(number) != facts:

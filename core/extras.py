@@ -1,4 +1,4 @@
-"""The way of what taps report, from the device to the host."""
+"""What a step reports beside its records, on its way from the device to the host."""
 
 from __future__ import annotations
 
@@ -11,27 +11,37 @@ from modelrunner.device import Device, Event
 from modelrunner.tap_set import ActiveTaps
 
 
-class Extras:
-    """A device ring of byte records beside the ring of step records, and a pinned buffer per entry."""
+class RecordRing:
+    """A device ring of byte records beside the ring of step records, and a pinned buffer per entry.
 
-    def __init__(self, device: Device, entries: int, rows: int, record_bytes: int) -> None:
+    packed: [lines, record bytes] uint8, the step's records, to be filled before `send`.
+    """
+
+    def __init__(self, device: Device, entries: int, lines: int, record_bytes: int) -> None:
         self.device = device
-        self.packed = torch.zeros(rows, record_bytes, dtype=torch.uint8, device=device.torch_device)
-        self.ring = torch.zeros(entries, rows, record_bytes, dtype=torch.uint8, device=device.torch_device)
-        self.results = [device.pinned(rows * record_bytes) for _ in range(entries)] if record_bytes else []
+        self.packed = torch.zeros(lines, record_bytes, dtype=torch.uint8, device=device.torch_device)
+        self.ring = torch.zeros(entries, lines, record_bytes, dtype=torch.uint8, device=device.torch_device)
+        self.results = [device.pinned(lines * record_bytes) for _ in range(entries)] if record_bytes else []
+
+    def send(self, num_lines: int, counter: torch.Tensor) -> None:
+        """D. Put the first `num_lines` records into the ring entry that `counter` names."""
+        self.ring[:, :num_lines].index_copy_(0, counter % self.ring.shape[0], self.packed[:num_lines].unsqueeze(0))
+
+    def download(self, entry: int, num_lines: int) -> Event:
+        return self.device.download(lambda: self.ring[entry, :num_lines], self.results[entry])
+
+    def take(self, entry: int, num_lines: int) -> npt.NDArray[np.uint8]:
+        """A copy of what was downloaded: [num_lines, record bytes]. Frees the buffer."""
+        size = self.ring.shape[2]
+        records = self.results[entry].array[: num_lines * size].reshape(num_lines, size).copy()
+        self.device.release(self.results[entry])
+        return records
+
+
+class Extras(RecordRing):
+    """What taps report: a record per row."""
 
     def write(self, active: ActiveTaps, batch: Batch, counter: torch.Tensor) -> None:
         """D. Put the step's results into the ring entry that `counter` names."""
-        packed = self.packed[: batch.num_rows]
-        active.write(batch, packed)
-        self.ring[:, : batch.num_rows].index_copy_(0, counter % self.ring.shape[0], packed.unsqueeze(0))
-
-    def download(self, entry: int, num_rows: int) -> Event:
-        return self.device.download(lambda: self.ring[entry, :num_rows], self.results[entry])
-
-    def take(self, entry: int, num_rows: int) -> npt.NDArray[np.uint8]:
-        """A copy of what was downloaded: [num_rows, record bytes]. Frees the buffer."""
-        size = self.ring.shape[2]
-        records = self.results[entry].array[: num_rows * size].reshape(num_rows, size).copy()
-        self.device.release(self.results[entry])
-        return records
+        active.write(batch, self.packed[: batch.num_rows])
+        self.send(batch.num_rows, counter)

@@ -21,7 +21,9 @@ from modelrunner.model_state import ModelState, Needs, No
 from modelrunner.step_buffers import Buckets, Shape
 
 KINDS = (Feature.GREEDY, Feature.PLAIN)  # tails of decode steps captured at start-up; others on their second use
-CAPTURED = Feature.PLAIN | Feature.FILTERED | EDITED  # features of tails that can be captured, beside those of logits processors
+# Features of tails that can be captured, beside those of logits processors: not those of taps, nor of log-probs of prompts and of whole
+# vocabularies.
+CAPTURED = Feature.PLAIN | Feature.FILTERED | EDITED | Feature.LOGPROBS
 
 
 class Key(NamedTuple):

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from modelrunner.text import Tokenizer
 
 PROJECT = "modelrunner"
-API_VERSION = "1.4"
+API_VERSION = "1.5"
 
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)

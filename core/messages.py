@@ -166,7 +166,8 @@ class Turn(_Message):
     """What a turn of the engine's loop brought, for all requests together.
 
     numbers, counts: requests with new tokens, and how many each. tokens: all of these, one request after the other. extra: for each of
-    `numbers`, what its taps report: name -> array, an entry per new token.
+    `numbers`, what its taps report: name -> array, an entry per new token. logprobs: number -> [new tokens, words] int32 of its records,
+    for those that ask. prompt_logprobs: the same of a prompt's tokens, once. See `logprobs.PackedLogprobs`.
     """
 
     stats: EngineStats
@@ -178,6 +179,8 @@ class Turn(_Message):
     refused: list[Refused] = []
     extra: list[dict[str, Any]] = []
     done: list[Done] = []
+    logprobs: dict[int, Any] = {}
+    prompt_logprobs: dict[int, Any] = {}
 
 
 class Failed(_Message):

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from modelrunner.logprobs import LogprobLists
 from modelrunner.request import CompletionOutput, OutputKind, Request, RequestMetrics, RequestOutput
 from modelrunner.text import OutputText, Tokenizer, detokenize
 
@@ -88,7 +89,7 @@ def failed_text(error: Exception) -> str:
 
 class OutputProcessor:
     """Builds `RequestOutput`s. tokenizer: None when there is no text. extra: (request, start, stop) -> what taps report of these output
-    tokens, by name. clock: monotonic seconds. weight_version: goes into the outputs; the engine sets it."""
+    tokens, by name. clock: monotonic seconds. weight_version: goes into the outputs; the engine sets it. logprobs: makes lists of them."""
 
     def __init__(
         self,
@@ -98,6 +99,7 @@ class OutputProcessor:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.weight_version = "0"
+        self.logprobs = LogprobLists(tokenizer)
         self._tokenizer = tokenizer
         self._holders = holders
         self._extra = extra
@@ -203,7 +205,8 @@ class OutputProcessor:
         ended = request.finish_reason is not None
         metrics = RequestMetrics(request.arrival, request.first_token_time, self._clock() if ended else None, request.num_preemptions)
         extra = {} if self._extra is None else self._extra(request, start, start + len(token_ids))
-        completion = CompletionOutput(0, text, token_ids, request.finish_reason, request.stop_reason, extra)
+        logprobs, total = self.logprobs.output(request, start, start + len(token_ids))
+        completion = CompletionOutput(0, text, token_ids, request.finish_reason, request.stop_reason, extra, logprobs, total)
         return RequestOutput(
             request.id,
             request.prompt,
@@ -213,4 +216,13 @@ class OutputProcessor:
             metrics,
             num_cached_tokens=request.num_cached_tokens,
             weight_version=self.weight_version,
+            prompt_logprobs=self._prompt_logprobs(request),
         )
+
+    def _prompt_logprobs(self, request: Request) -> Any:
+        """Those of the prompt, once for outputs that hold what is new."""
+        held = request.logprobs
+        if held is None or (held.prompt_given and request.params.output_kind is OutputKind.DELTA):
+            return None
+        held.prompt_given = True
+        return self.logprobs.prompt(request)

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from modelrunner.errors import CheckpointError, RequestError
+from modelrunner.logprobs import Logprob, RequestLogprobs
 from modelrunner.sampling_params import INT32_MAX, OutputKind, SamplingParams, as_float, as_int, default_params, shown
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CompletionOutput",
+    "Logprob",
     "OutputKind",
     "Prompt",
     "Request",
@@ -51,6 +53,8 @@ class CompletionOutput:
 
     stop_reason: the stop string or the stop token id that ended it; None for end-of-sequence ids.
     extra: what the request's `extra_args` ask for: name -> array [len(token_ids), ...], an entry per token of `token_ids`.
+    logprobs: for each token of `token_ids`, token id -> `Logprob` of that token and the likeliest ones; None if none are asked for, as
+    `cumulative_logprob`: the sum of the log-probs of all output tokens up to the last of `token_ids`.
     """
 
     index: int
@@ -59,6 +63,8 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     extra: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict, compare=False)
+    logprobs: Sequence[Mapping[int, Logprob]] | None = None
+    cumulative_logprob: float | None = None
 
 
 @dataclass(frozen=True)
@@ -66,7 +72,8 @@ class RequestOutput:
     """What is known of a request. prompt: its text, None when it came as ids.
 
     num_cached_tokens: prompt tokens that the prefix cache held. weight_version: of the weights that gave the last token (see
-    `Engine.update_weights`).
+    `Engine.update_weights`). prompt_logprobs: for each prompt token, token id -> `Logprob` of that token and the likeliest ones in its
+    place; None for the first. None if none are asked for; of outputs of kind `delta` the first has it.
     """
 
     request_id: str
@@ -77,6 +84,7 @@ class RequestOutput:
     metrics: RequestMetrics
     num_cached_tokens: int = 0
     weight_version: str = "0"
+    prompt_logprobs: Sequence[Mapping[int, Logprob] | None] | None = None
 
 
 class Status(Enum):
@@ -93,8 +101,9 @@ class Request:
     token_ids: prompt, then committed output (output is appended when the row is released; while running it lives in the token log).
     limit: tokens (prompt + output) at which it ends. seed: 64-bit, always set. features: bits of batch.Feature. tap_values: column values
     that taps gave. cache_world: what its cached pages depend on beside tokens, weights and salt. results: a byte record [bytes] uint8 of
-    taps per output token. bad_word_ids: every tokenisation of `params.bad_words`. failure: what a function of `params.logits_processors`
-    did wrong. choice: which of several answers to its prompt. fork: names the requests that share this prompt, of which one computes it.
+    taps per output token. bad_word_ids: every tokenisation of `params.bad_words`. logprobs: None if it asks for none. failure: what a
+    function of `params.logits_processors` did wrong. choice: which of several answers to its prompt. fork: names the requests that share
+    this prompt, of which one computes it.
     """
 
     id: str
@@ -123,6 +132,7 @@ class Request:
     cache_world: bytes | None = None
     results: list[npt.NDArray[np.uint8]] = field(default_factory=list)
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    logprobs: RequestLogprobs | None = None
     failure: str | None = None
     choice: int = 0
     fork: str | None = None
@@ -196,11 +206,20 @@ def make_request(
         priority=_checked_priority(priority),
         deadline=_checked_deadline(deadline, now),
         cache_salt=_checked_salt(cache_salt if salt is None else salt),
+        logprobs=asked_logprobs(params, len(ids), vocab_size),
     )
     _check_stops(request, tokenizer, vocab_size)
     _check_edits(request, vocab_size)
     request.bad_word_ids = word_ids(params.bad_words, tokenizer, vocab_size)
     return request
+
+
+def asked_logprobs(params: SamplingParams, prompt_length: int, vocab_size: int) -> RequestLogprobs | None:
+    """The place for what a request asks for. prompt_length: in tokens."""
+    if params.logprobs is None and params.prompt_logprobs is None:
+        return None
+    tops = [None if top is None else vocab_size if top < 0 else min(top, vocab_size) for top in (params.logprobs, params.prompt_logprobs)]
+    return RequestLogprobs(tops[0], tops[1], prompt_length)
 
 
 def read_prompt(prompt: object, tokenizer: Tokenizer | None) -> tuple[str | None, list[int], Any]:

@@ -88,6 +88,13 @@ class RequestStream:
         request.num_preemptions = facts.num_preemptions
         self._outputs.weight_version = facts.weight_version
 
+    def take_logprobs(self, records: npt.NDArray[np.int32] | None, prompt: npt.NDArray[np.int32] | None) -> None:
+        """Take in the log-probs of new tokens, and of the prompt's. See `messages.Turn`."""
+        for held, new in (
+            ((self.request.logprobs.records, records), (self.request.logprobs.prompt, prompt)) if self.request.logprobs else ()
+        ):
+            held.extend(() if new is None else new)
+
     def feed(self, token_ids: Sequence[int], extra: Mapping[str, npt.NDArray[Any]], last: bool) -> RequestOutput | None:
         """Take in new tokens. The output that follows from them, if the request wants one now; with a stop string in it, the last one.
 

@@ -114,9 +114,8 @@ class HostRows:
     """Counters of every row, [max_rows] each (tokens, int32, unless said otherwise).
 
     active [bool]: a request holds the row. generation: number of its tenancy. num_prompt: prompt tokens. limit: known tokens at which it
-    ends. features [int64]: bits of batch.Feature. known, computed: committed. known_upper, computed_upper: committed and planned.
-    last_ticket [int64]: last step that names the row.
-    token_log [max_rows, max_model_len]: prompt and committed output.
+    ends. known, computed: committed. known_upper, computed_upper: committed and planned. last_ticket [int64]: last step that names the row.
+    token_log [max_rows, max_model_len]: prompt and committed output. features [int64]: bits of `batch.Feature`.
     """
 
     def __init__(self, layouts: Sequence[GroupLayout], max_rows: int, max_model_len: int) -> None:

@@ -26,9 +26,11 @@ from modelrunner.graphs import CAPTURED, GraphReport, Key, StepGraphs
 from modelrunner.model_state import Tap
 from modelrunner.runner_parts import Parts, Route
 from modelrunner.step_buffers import Buckets, PlanPacker, Shape, StepBuffers
+from modelrunner.step_logprobs import Asked, StepLogprobs
 from modelrunner.tap_set import ActiveTaps
 
 FIRST_PROMPT = 32  # tokens of a prompt whose kernels are built with the first ones
+LOGGED = EDITED | Feature.LOGPROBS
 POISON = -0x5A5A5A5B  # what a released ring entry holds on a testing device: no row, no token
 
 
@@ -65,6 +67,8 @@ class Runner:
         self.results = [self.device.pinned(4 * rows * words) for _ in range(entries)]
         self.plan_words, self.result_words = ([buffer.array.view(np.int32) for buffer in ring] for ring in (self.plans, self.results))
         self.extras = Extras(self.device, entries, rows, parts.taps.record_bytes)
+        num_top = parts.sampler.num_logprobs
+        self.logprobs = StepLogprobs(self.device, self.ops, parts.table.columns, entries, rows, tokens, num_top)
         self.events: list[Event | None] = [None] * entries
         self.extra_events: list[Event | None] = [None] * entries
         self.launched = 0
@@ -79,11 +83,12 @@ class Runner:
         """Run steps of a dead row, one of each kind of tail, so that what cannot run fails at start-up and not at the first request."""
         plan = self._blank_plan()
         self.state.fill_dummy(self.buffers.batch(plan, self.buckets.shape(plan), self.parts.table.columns))
-        tails = (Feature.GREEDY, Feature.PLAIN, Feature.PLAIN | Feature.FILTERED, EDITED, self.parts.sampler.processed)
+        tails = (Feature.GREEDY, Feature.PLAIN, Feature.PLAIN | Feature.FILTERED, LOGGED, self.parts.sampler.processed)
         kinds = [replace(plan, features=features) for features in dict.fromkeys(tails)]
         longest = self.longest_prompt
         prompts = [blank_plans.prompt(plan, self.parts.layouts, n) for n in sorted({min(FIRST_PROMPT, longest), longest})]
-        self._build([partial(self._first, each) for each in (*kinds, *prompts, self._large_plan(self.max_tokens))])
+        plans = (*kinds, replace(plan, features=Feature.LOGPROBS), *prompts, self._large_plan(self.max_tokens))
+        self._build([partial(self._first, each) for each in plans])
         self._rewind()
         self.warming_up = True
         for kind in kinds:
@@ -100,7 +105,7 @@ class Runner:
     def _first(self, plan: Plan) -> None:
         shape = self.buckets.shape(plan)
         self._pack(plan, shape, 0, rows=True)()
-        self._computation(plan, shape, None)()
+        self._computation(plan, shape, None, Asked.of(plan))()
 
     def run_large(self, num_tokens: int) -> None:
         """Run a step of as many rows as there can be, dead ones, with so many tokens and the tail that needs most memory, to its end.
@@ -156,14 +161,15 @@ class Runner:
         """
         entry = self.launched % len(self.plans)
         assert self.events[entry] is None, "more steps in flight than the pipeline is deep"
-        route, taps = self.route, None
+        route, taps, asked = self.route, None, Asked()
         known = route is not None and route.serves(plan)
         if route is None or not known:
             route = self._new_route(plan)
         compute = route.replay
         if compute is None:
             taps = self.parts.taps.active(plan.features)
-            compute = self._computation(plan, route.shape, taps)
+            asked = Asked.of(plan)
+            compute = self._computation(plan, route.shape, taps, asked)
         work = compute if known and plan.patch.empty else partial(_in_order, self._pack(plan, route.shape, entry, rows=not known), compute)
         self.route = None  # until it is known that the rows are there
         try:
@@ -178,6 +184,7 @@ class Runner:
             self.events[entry] = self.device.download(lambda: self.ring[entry, : plan.num_rows], self.results[entry])
             if taps is not None and taps.reports:
                 self.extra_events[entry] = self.extras.download(entry, plan.num_rows)
+            self.logprobs.download(entry, plan, asked)
         except BaseException as error:
             raise EngineError(f"step {plan.step} runs, but its results cannot be fetched: {error}") from error
         return Ticket(plan, entry)
@@ -208,7 +215,7 @@ class Runner:
         pages = tuple(layout.pages_for(length) for layout in self.parts.layouts)
         plan = Plan(-1, rows, rows, rows, EMPTY_PATCH, shape.num_decode, shape.num_tokens, shape.max_query, length, pages, key.features)
         if key.part == "step":
-            return self._computation(plan, shape, None, captured=True)
+            return self._computation(plan, shape, None, Asked(), captured=True)
         sampled, columns = self.buffers.sampled[: shape.tail_rows], self.parts.table.columns
         if key.part == "tail":
             return partial(self._captured_tail, self.buffers.tail(plan, shape, columns), sampled)
@@ -222,14 +229,14 @@ class Runner:
 
     @torch.inference_mode()
     def _captured_tail(self, batch: Batch, sampled: torch.Tensor) -> None:
-        self._tail(batch, sampled)
+        self._tail(batch, sampled, Asked())
 
-    def _computation(self, plan: Plan, shape: Shape, taps: ActiveTaps | None, captured: bool = False) -> Callable[[], None]:
+    def _computation(self, plan: Plan, shape: Shape, taps: ActiveTaps | None, asked: Asked, captured: bool = False) -> Callable[[], None]:
         """Everything that a step does after its inputs are uploaded. Views and metadata are made here, on the host."""
         columns = self.parts.table.columns
         batch = self.buffers.batch(plan, shape, columns)
         tail = batch if shape.num_decode == shape.num_rows else self.buffers.tail(plan, shape, columns)
-        return partial(self._compute, batch, tail, self._attention(batch, captured), taps)
+        return partial(self._compute, batch, tail, self._attention(batch, captured), taps, asked)
 
     def _attention(self, batch: Batch, captured: bool) -> Mapping[str, BoundAttention]:
         return ByGroup(
@@ -254,10 +261,11 @@ class Runner:
             extra_event.wait()
             self.extra_events[ticket.entry] = None
             extra = self.extras.take(ticket.entry, ticket.plan.num_rows)
+        logprobs = self.logprobs.take(ticket.entry, ticket.plan)
         self.device.release(self.plans[ticket.entry])
         if self.device.poison:
             self.device.launch(lambda: self._poison(ticket.entry))
-        return Outcome(ticket.plan, records, extra)
+        return Outcome(ticket.plan, records, extra, logprobs)
 
     def _rewind(self) -> None:
         """Put the step counter back, however far the step that failed came."""
@@ -267,6 +275,7 @@ class Runner:
     def _poison(self, entry: int) -> None:
         self.ring[entry].fill_(POISON)
         self.extras.ring[entry].fill_(POISON & 0xFF)
+        self.logprobs.poison(entry, POISON & 0xFF)
 
     def _upload(self, patch: Patch, packed: PinnedBuffer, start: int, end: int) -> None:
         """Copy the words start..end-1 of a packed plan to the device, and apply its patch."""
@@ -275,15 +284,17 @@ class Runner:
             if not patch.empty:
                 self.ops.apply_patch(self.parts.table.arena, *self.buffers.patch(patch.dst.size, patch.words.size))
 
-    def _compute(self, batch: Batch, tail: Batch, attention: Mapping[str, BoundAttention], taps: ActiveTaps | None) -> None:
+    def _compute(self, batch: Batch, tail: Batch, attention: Mapping[str, BoundAttention], taps: ActiveTaps | None, asked: Asked) -> None:
         with torch.inference_mode():
             self._inputs(batch)
             hidden = self._body(batch, attention, no_tap if taps is None else taps.bind(batch))
             if taps is not None and taps.reports:
                 self.extras.write(taps, batch, self.counter)
+            if asked.spans:
+                self.logprobs.prompts(asked, hidden, batch, self.state.logits, self.counter)
             if tail is not batch:  # otherwise a row's only token is the one that it samples from
                 hidden = hidden.index_select(0, batch.sample_index[: tail.num_rows])
-            self._tail(tail, hidden)
+            self._tail(tail, hidden, asked)
 
     def _inputs(self, batch: Batch) -> None:
         """Gather what the step reads from the request table."""
@@ -332,14 +343,18 @@ class Runner:
             self._require("forward", hidden, batch.num_tokens, self.parts.needs.hidden_size)
         return hidden
 
-    def _tail(self, batch: Batch, hidden: torch.Tensor) -> None:
-        """Head, sampling, state update and record."""
+    def _tail(self, batch: Batch, hidden: torch.Tensor, asked: Asked) -> None:
+        """Head, sampling, log-probs, state update and record."""
         columns = self.parts.table.columns
         rows, generations, _, _ = self.buffers.row_inputs(batch.num_rows)
         logits = self.state.logits(hidden)
         if self.warming_up:
             self._require("logits", logits, batch.num_rows, self.parts.needs.vocab_size)
-        tokens, num_tokens, ok = self.parts.sampler.sample(logits, batch)
+        wanted = batch.features & Feature.LOGPROBS
+        note = partial(self.logprobs.note, asked) if wanted else None
+        tokens, num_tokens, ok = self.parts.sampler.sample(logits, batch, note)
+        if wanted:
+            self.logprobs.send(batch.num_rows, self.counter)
         self.ops.finish_step(
             self.ring,
             self.counter,

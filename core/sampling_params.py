@@ -159,6 +159,14 @@ def _repetition_penalty(value: object) -> float:
     return number
 
 
+def _logprobs(value: object) -> int | None:
+    if value is None:
+        return None
+    number = as_int(value)
+    _require(-1 <= number <= INT32_MAX)
+    return number
+
+
 def _min_tokens(value: object) -> int:
     number = as_int(value)
     _require(number >= 0)
@@ -246,6 +254,7 @@ ACCEPTED = {
     "stop_token_ids": "a list of token ids (integers >= 0)",
     "logits_processors": "a list of names of logits processors and of functions f(prompt_ids, output_ids, logits), or a mapping of names "
     "to mappings of arguments",
+    **dict.fromkeys(("logprobs", "prompt_logprobs"), "an integer >= 0, -1 for the whole vocabulary, or None for none"),
     "extra_args": "a mapping of names of taps to their arguments",
     "output_kind": ", ".join(repr(kind.value) for kind in OutputKind),
     **dict.fromkeys(("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"), "True or False"),
@@ -268,6 +277,9 @@ class SamplingParams(BaseModel):
     stop: strings that end the output where the first of them is complete; the text ends before it, or after it with
     `include_stop_str_in_output`. stop_token_ids: ids that end the output, itself the last token; its text is part of the output unless
     it is a special token. skip_special_tokens: leave special tokens out of the text. detokenize: False for ids only.
+    logprobs: report the log-prob of each output token, and of this many likeliest ones beside it; 0 for its own alone, -1 for the whole
+    vocabulary, None for nothing. prompt_logprobs: the same for each token of the prompt but the first. The setting sampler.max_logprobs
+    bounds both.
     output_kind: what `Engine.step` reports (`LLM` always waits for the end).
     logits_processors: what else changes the logits, after penalties: names of processors that plugins bring, in a list or with their
     arguments, `{"no_repeat": {"size": 3}}`, and, in a list, Python functions f(prompt_ids, output_ids, logits) -> logits, which are slow.
@@ -300,6 +312,8 @@ class SamplingParams(BaseModel):
     detokenize: StrictBool = True
     output_kind: OutputKind = OutputKind.CUMULATIVE
     logits_processors: Annotated[Mapping[str, Mapping[str, Any]], BeforeValidator(read_processors)] = Field(default_factory=dict)
+    logprobs: Annotated[int | None, BeforeValidator(_logprobs)] = None
+    prompt_logprobs: Annotated[int | None, BeforeValidator(_logprobs)] = None
     extra_args: Annotated[Mapping[str, Any], BeforeValidator(_extra_args)] = Field(default_factory=dict)
 
     def __hash__(self) -> int:

@@ -186,6 +186,21 @@ class SamplerSettings(Section):
     """Active requests that can have penalties at the same time; none is scheduler.max_rows, but no more than fit into 128 MiB. A seat
     costs 4 bytes for each id of the vocabulary, on the device."""
 
+    max_logprobs: int = Field(default=20, ge=-1, le=256)
+    """Most log-probs that a request may ask for beside that of its own token, at each position; -1 sets no limit, and lets a request ask
+    for -1, the whole vocabulary. Steps with a request for more than 20 run without a graph then, and copy 4 bytes to the host for each
+    id of the vocabulary, for each of its tokens."""
+
+    logprobs_mode: Literal["raw", "processed"] = "raw"
+    """What log-probs tell: raw is what the model gave, processed what the token was drawn from, after penalties, bans, temperature and
+    filters. Those of prompts are always raw."""
+
+    @field_validator("logprobs_mode", mode="before")
+    @classmethod
+    def _short_mode(cls, mode: Any) -> Any:
+        """Accept vLLM's names too."""
+        return mode.removesuffix("_logprobs") if isinstance(mode, str) else mode
+
 
 class GraphSettings(Section):
     """Captured graphs and the batch shapes that they are padded to."""

@@ -50,6 +50,8 @@ ALIASES: Mapping[str, str] = types.MappingProxyType(
         "deterministic": "device.deterministic",
         "enforce_eager": "graphs.eager",
         "quantization": "linear.scheme",
+        "max_logprobs": "sampler.max_logprobs",
+        "logprobs_mode": "sampler.logprobs_mode",
     }
 )
 

@@ -57,7 +57,7 @@ class Steady:
         pages = tuple([-(-self._length // table.tokens_per_page) for table in self._table.tables])
         return Plan(
             step, self.rows, first.generations, first.num_query, patch,
-            first.num_decode, first.num_tokens, 1, self._length, pages, first.features,
+            first.num_decode, first.num_tokens, 1, self._length, pages, first.features, row_features=first.row_features,
         )  # fmt: skip
 
     def commit(self, plan: Plan, records: Int32Array) -> bool:

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from modelrunner.admission import PatchSink
-from modelrunner.batch import Feature, Plan
+from modelrunner.batch import PROMPT, UNCAPTURED, Feature, Int64Array, Plan
 from modelrunner.page_pool import Int32Array, PagePool
 from modelrunner.request import Request
 from modelrunner.rows import BoolArray, Growth, HostRows
@@ -90,6 +90,7 @@ class Draft:
             return None
         num_query = np.concatenate([counts for _, counts in self.chunks])
         max_seq_len = int(table.computed_upper[rows].max())
+        features, row_features = self._features(table.features[rows])
         return Plan(
             step=step,
             rows=rows,
@@ -101,8 +102,17 @@ class Draft:
             max_query=int(num_query.max()),
             max_seq_len=max_seq_len,
             table_pages=tuple(t.layout.pages_for(max_seq_len) for t in table.tables),
-            features=Feature(int(np.bitwise_or.reduce(table.features[rows]))),
+            features=features,
+            row_features=row_features,
         )
+
+    def _features(self, features: Int64Array) -> tuple[Feature, Int64Array | None]:
+        """Those of the step and, where the host must know them, of its rows. Rows that decode have their prompts behind them."""
+        union = Feature(int(np.bitwise_or.reduce(features)))
+        if not union & UNCAPTURED:
+            return union, None
+        features[: self.num_decode] &= ~int(PROMPT)
+        return Feature(int(np.bitwise_or.reduce(features))), features
 
 
 def note_growth(builder: PatchSink, group: str, growth: Growth) -> None:

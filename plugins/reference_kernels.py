@@ -16,7 +16,7 @@ MODELRUNNER_API = ">=1,<2"
 
 @hookimpl
 def kernels(register: Register, device: Device) -> None:
-    from modelrunner.kernels import activation, attention, batch, embedding, linear, logits, norm, rope, sampling, table
+    from modelrunner.kernels import activation, attention, batch, embedding, linear, logits, logprobs, norm, rope, sampling, table
     from modelrunner.ops import CLOSE
     from modelrunner.plugins import fusions
 
@@ -39,6 +39,8 @@ def kernels(register: Register, device: Device) -> None:
     register.op("matmul", linear.matmul, area="linear", tolerance=CLOSE)
     register.op("int8_matmul", linear.int8_matmul, area="linear", tolerance=CLOSE)
     register.op("edit_logits", logits.edit_logits, area="logits", tolerance=CLOSE)
+    register.op("token_logprobs", logprobs.token_logprobs, area="logprobs", tolerance=CLOSE)
+    register.op("processed_logits", logprobs.processed_logits, area="logprobs", tolerance=CLOSE)
     register.op("greedy", sampling.greedy, area="sampling")
     register.op("sample", sampling.sample, area="sampling")
     register.op("gumbel_noise", sampling.gumbel_noise, area="sampling", tolerance=CLOSE)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from modelrunner.sampler.base import Stage
 from modelrunner.sampler.bias import Bias
 from modelrunner.sampler.draw import Draw
 from modelrunner.sampler.edits import EditStage
+from modelrunner.sampler.logprobs import Logprobs
 from modelrunner.sampler.min_p import MinP
 from modelrunner.sampler.min_tokens import MinTokens
 from modelrunner.sampler.penalties import Penalties
@@ -31,13 +32,14 @@ if TYPE_CHECKING:
     from modelrunner.settings import RunnerSettings
 
 Result = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Note = Callable[[int, torch.Tensor, torch.Tensor, "Batch"], None]
 EDITED_ROWS = 256  # rows whose logits are edited at a time: the copy is float32, 155 MB for a vocabulary of 151,936
 
 
 def default_stages(*processors: Stage) -> tuple[Stage, ...]:
     """Every built-in stage, in the order in which they act. processors: stages with an `edit` of their own; they come after penalties."""
     edits = (Allowed(), Bias(), MinTokens(), BadWords(), Penalties())
-    return (*edits, *processors, Temperature(), MinP(), TopK(), TopP(), Draw(), StopIds())
+    return (*edits, *processors, Temperature(), MinP(), TopK(), TopP(), Draw(), StopIds(), Logprobs())
 
 
 class Sampler:
@@ -91,21 +93,40 @@ class Sampler:
             found |= stage.features(params)
         return found
 
-    def sample(self, logits: torch.Tensor, batch: Batch) -> Result:
+    @property
+    def _logprobs(self) -> Logprobs | None:
+        return next((stage for stage in self.stages if isinstance(stage, Logprobs)), None)
+
+    @property
+    def num_logprobs(self) -> int:
+        """The likeliest tokens in a record of log-probs; known once the columns are."""
+        return self._logprobs.recorded if self._logprobs else 0
+
+    def sample(self, logits: torch.Tensor, batch: Batch, note: Note | None = None) -> Result:
         """D, may be captured. Choose a token for every row; `batch.features` says what the rows ask for.
 
-        logits: [N, V] in the model's dtype, left as they are. A row's token depends on its own logits and columns only.
+        logits: [N, V] in the model's dtype, left as they are. A row's token depends on its own logits and columns only. note: told the
+        logits that log-probs are made of, and the tokens, as (first row, logits [n, V], tokens [n] int64, batch of these rows).
         Returns tokens [N, 1] int64, num_tokens [N] int32 (1 where the row samples and its logits allow it), ok [N] bool.
         """
-        if batch.features & (EDITED | self.processed) and batch.num_rows > EDITED_ROWS:
+        processed = note is not None and self._logprobs is not None and self._logprobs.processed
+        if (batch.features & (EDITED | self.processed) or processed) and batch.num_rows > EDITED_ROWS:
             cuts = [slice(a, min(a + EDITED_ROWS, batch.num_rows)) for a in range(0, batch.num_rows, EDITED_ROWS)]
-            parts = [self._sample(logits[cut], rows_of(batch, cut)) for cut in cuts]
+            parts = [self._sample(logits[cut], rows_of(batch, cut), cut.start, note, processed) for cut in cuts]
             tokens, counts, ok = (torch.cat(pieces) for pieces in zip(*parts, strict=True))
         else:
-            tokens, counts, ok = self._sample(logits, batch)
+            tokens, counts, ok = self._sample(logits, batch, 0, note, processed)
         return tokens.unsqueeze(1), counts, ok
 
-    def _sample(self, logits: torch.Tensor, batch: Batch) -> Result:
+    def _sample(self, given: torch.Tensor, batch: Batch, start: int, note: Note | None, processed: bool) -> Result:
+        logits = self._changed(given, batch)
+        result = self._choose(logits, batch)
+        if note is not None:
+            note(start, self._processed(logits, batch) if processed else given, result[0], batch)
+        return result
+
+    def _changed(self, logits: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """The logits after every stage that edits them."""
         features = batch.features
         if features & EDITED:
             logits = self._edit(logits, batch)
@@ -114,12 +135,24 @@ class Sampler:
             logits = logits.to(torch.float32, copy=True)
         for stage in acting:
             logits = stage.edit(logits, batch)
-        if features & Feature.PLAIN:
+        return logits
+
+    def _choose(self, logits: torch.Tensor, batch: Batch) -> Result:
+        if batch.features & Feature.PLAIN:
             columns = {name: self._column(name, feature, batch) for name, feature in self._inputs.items()}
             drawn: Result = self.ops.sample_rows(logits, batch.rows, batch.samples, batch.computed, batch.query_len, **columns)
             return drawn
         best: Result = self.ops.greedy_rows(logits, batch.samples)
         return best
+
+    def _processed(self, logits: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """What the tokens of these rows are drawn from."""
+        if not batch.features & Feature.PLAIN:
+            return logits
+        columns = [self._column(name, self._inputs[name], batch) for name in ("temperature", "top_k", "top_p", "min_p")]
+        mine = (None if column is None else column.index_select(0, batch.rows) for column in columns)
+        found: torch.Tensor = self.ops.processed_logits(logits, *mine)
+        return found
 
     def _edit(self, logits: torch.Tensor, batch: Batch) -> torch.Tensor:
         """A copy of the logits with what the built-in stages change."""

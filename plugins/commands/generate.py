@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +13,12 @@ from modelrunner.cli import Command
 from modelrunner.plugins import trace
 
 if TYPE_CHECKING:
+    from modelrunner.logprobs import Logprob
     from modelrunner.plugin_manager import PluginManager
     from modelrunner.request import RequestOutput, SamplingParams
 
 DEFAULT_MAX_TOKENS = 64
-SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "ignore_eos")
+SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "ignore_eos", "logprobs", "prompt_logprobs")
 
 
 def command() -> Command:
@@ -48,6 +49,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stop", action="append", metavar="TEXT", help="end the output before this text; repeatable")
     parser.add_argument("--ignore-eos", action="store_true", default=None, help="go on past the end of the sequence")
     parser.add_argument("--json", action="store_true", help="one JSON object a line: prompt_token_ids, token_ids, text, finish_reason")
+    parser.add_argument(
+        "--logprobs", type=int, metavar="N",
+        help="with --json, list for each token its log-prob and those of the N likeliest ones; -9999 is a token that could not come",
+    )  # fmt: skip
+    parser.add_argument("--prompt-logprobs", type=int, metavar="N", help="the same for each token of the prompt but the first")
     trace.add_option(parser)
 
 
@@ -84,6 +90,8 @@ def run(args: argparse.Namespace, manager: PluginManager) -> int:
         raise RequestError(f"prompt {args.prompts.index('') + 1} of {len(args.prompts)} is empty; accepted: at least one character")
     if args.chat and not all(isinstance(prompt, str) for prompt in args.prompts):
         raise RequestError("--prompt-ids with --chat: a chat template takes text; give --prompt, or leave --chat out")
+    if not args.json and (args.logprobs is not None or args.prompt_logprobs is not None):
+        raise RequestError("--logprobs and --prompt-logprobs are shown by --json only; add it")
     given = {name: value for name in SAMPLING if (value := getattr(args, name)) is not None}
     SamplingParams(**given)  # a wrong parameter is told before the model is loaded
     from modelrunner.llm import LLM
@@ -112,7 +120,17 @@ def show_json(outputs: Sequence[RequestOutput]) -> None:
             "text": choice.text,
             "finish_reason": choice.finish_reason,
         }
-        print(json.dumps(line))
+        if choice.logprobs is not None:
+            line["logprobs"] = [entries(found) for found in choice.logprobs]
+            line["cumulative_logprob"] = choice.cumulative_logprob
+        if output.prompt_logprobs is not None:
+            line["prompt_logprobs"] = [found and entries(found) for found in output.prompt_logprobs]
+        print(json.dumps(line, allow_nan=False))
+
+
+def entries(found: Mapping[int, Logprob]) -> list[dict[str, Any]]:
+    """Log-probs at a position: its own token's first, then those of the likeliest others."""
+    return [{"token_id": token, "token": item.decoded_token, "logprob": item.finite, "rank": item.rank} for token, item in found.items()]
 
 
 def show_text(prompts: Sequence[str | list[int]], outputs: Sequence[RequestOutput], chat: bool, decodes: bool) -> None:

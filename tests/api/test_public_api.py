@@ -40,6 +40,7 @@ PUBLIC = {
     "text": ["Tokenizer"],
     "cli": ["Command"],
     "request": ["SamplingParams", "RequestOutput", "CompletionOutput"],
+    "logprobs": ["Logprob"],
     "llm": ["LLM"],
     "async_llm": ["AsyncLLM"],
     "testing.conformance": [

@@ -8,9 +8,9 @@ import pytest
 from hybrid import hybrid
 
 from modelrunner import SamplingParams
-from modelrunner.testing import Driver, EngineProbe, P, Subject, assert_same, dense
+from modelrunner.testing import Driver, EngineProbe, P, Subject, assert_same, dense, ref
 
-PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1)
 PROMPTS = [P(n, s) for s, n in enumerate([20, 31, 32, 33, 48, 64, 65, 90, 111, 120])]
 
 
@@ -29,7 +29,12 @@ def test_cold_and_warm_runs_agree(model: Callable[[], Subject], pages: int, devi
                 driver.finish()
         driver.finish()
         for i, prompt in enumerate(PROMPTS):
-            assert_same(subject, prompt, PARAMS, driver.result(f"{label}{i}"))
+            result, want = driver.result(f"{label}{i}"), ref(subject, prompt, PARAMS)
+            assert_same(subject, prompt, PARAMS, result)
+            logprobs = [found.logprobs or () for found in (result, want)]
+            assert len(logprobs[0]) == 12
+            for one, other in zip(*logprobs, strict=True):  # tokens are equal, or alike to within 1e-4
+                assert [given.logprob for given in one.values()] == pytest.approx([given.logprob for given in other.values()], abs=2e-4)
         return [driver.final(f"{label}{i}").num_cached_tokens for i in range(len(PROMPTS))]
 
     full_pages = [(len(prompt) - 1) // 16 * 16 for prompt in PROMPTS]

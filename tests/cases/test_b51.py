@@ -90,6 +90,19 @@ def test_edits_of_the_last_rows_of_many_logits() -> None:
     same_last(got, alone)
 
 
+def test_logprobs_of_the_last_rows_of_many_logits() -> None:
+    logits = tall(16_500, 131_072)
+    logits[-1, :4] = -torch.inf
+    rows = torch.arange(len(logits), dtype=torch.int32, device="cuda") % 8
+    wanted = torch.tensor([-1, 0, 1, 5, 20, 20, 3, 20], dtype=torch.int32, device="cuda")
+    chosen = torch.arange(len(logits), device="cuda") * 7 % logits.shape[1]
+    last = [tensor[-LAST:].clone() for tensor in (logits, chosen, rows)]
+    for got, alone in zip(
+        op("logprobs", "token_logprobs")(logits, chosen, rows, wanted, 20), op("logprobs", "token_logprobs")(*last, wanted, 20), strict=True
+    ):
+        same_last(got, alone)
+
+
 @pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm", "silu_mul", "gelu_tanh_mul", "embedding", "apply_rope"])
 def test_the_last_rows_of_layers(name: str) -> None:
     x = tall(TOKENS, HEADS * DIM)

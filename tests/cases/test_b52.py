@@ -18,6 +18,8 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, output_ki
 SAMPLED = GREEDY.model_copy(update={"temperature": 0.8, "seed": 1})
 FILTERED = SAMPLED.model_copy(update={"top_k": 20, "top_p": 0.9, "min_p": 0.01})
 EDITED = GREEDY.model_copy(update={"repetition_penalty": 1.2, "logit_bias": {9: 1.5}, "bad_words": [[11, 12]], "min_tokens": 3})
+LOGPROBS = GREEDY.model_copy(update={"logprobs": 5})
+PROMPTS = LOGPROBS.model_copy(update={"prompt_logprobs": 3})
 STEP = 64  # tokens at most, so that a longer prompt is cut
 
 
@@ -60,6 +62,8 @@ def test_nothing_is_built_once_the_engine_is_ready(built: Counter[str], dtype: s
     run("sampled", (16, SAMPLED), (17, GREEDY))
     run("filtered", (31, FILTERED), (32, SAMPLED), (33, GREEDY))
     run("edited", (20, EDITED), (21, GREEDY))
+    run("log-probs", (20, LOGPROBS), (21, GREEDY))
+    run("log-probs of prompts", (20, PROMPTS), (150, PROMPTS), (33, GREEDY))
     driver.add("low", P(40, 1), GREEDY.model_copy(update={"output_kind": OutputKind.CUMULATIVE}), priority=1)
     driver.step_until(lambda: driver.num_tokens("low") >= 3)
     probe.drain()

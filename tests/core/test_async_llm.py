@@ -67,6 +67,9 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "end of sequence named": (P(9, 4), {"temperature": 5.0, "seed": 9, "max_tokens": 240, "stop_token_ids": [2]}),
     "ids only": (P(9, 4), {"temperature": 0, "max_tokens": 6, "detokenize": False}),
     "special tokens": (P(9, 4), {"temperature": 3.0, "seed": 1, "max_tokens": 60, "skip_special_tokens": False, "ignore_eos": True}),
+    "log-probs": ("The sky is", {"temperature": 0.9, "seed": 5, "max_tokens": 20, "logprobs": 3, "prompt_logprobs": 2}),
+    "log-probs, ids only": (P(9, 4), {"temperature": 0, "max_tokens": 6, "detokenize": False, "logprobs": 0, "prompt_logprobs": 20}),
+    "log-probs, stop string": ("abc", {"temperature": 1.0, "seed": 2, "max_tokens": 100, "stop": ["e", "a"], "logprobs": 2}),
     "all of the context": (P(30, 2), {"temperature": 0, "max_tokens": None, "ignore_eos": True}),
 }
 
@@ -98,6 +101,9 @@ def test_outputs_equal_those_of_llm(llm: AsyncLLM, plain: LLM, case: str, kind: 
     ids = [token for end in ends for token in end.token_ids] if joined else list(ends[-1].token_ids)
     assert ids == list(want.outputs[0].token_ids)
     assert (ends[-1].finish_reason, ends[-1].stop_reason) == (want.outputs[0].finish_reason, want.outputs[0].stop_reason)
+    logprobs = [found for end in ends for found in end.logprobs or ()] if joined else ends[-1].logprobs
+    assert (logprobs or None, ends[-1].cumulative_logprob) == (want.outputs[0].logprobs, want.outputs[0].cumulative_logprob)
+    assert got[0 if joined else -1].prompt_logprobs == want.prompt_logprobs
     metrics = got[-1].metrics
     assert metrics.first_token_time is not None
     assert metrics.finished_time is not None
@@ -188,6 +194,12 @@ def test_bad_requests_get_the_message_of_llm(llm: AsyncLLM, plain: LLM, case: st
     with pytest.raises(RequestError) as there:
         run(outputs(llm, prompt, params, **named))
     assert f"prompts[0]: {there.value}" == str(here.value)
+
+
+def test_more_logprobs_than_the_setting_allows_are_refused(llm: AsyncLLM) -> None:
+    for name in ("logprobs", "prompt_logprobs"):
+        with pytest.raises(RequestError, match=rf"^{name}: got 21; accepted: at most 20 \(setting sampler.max_logprobs"):
+            run(last(llm, P(9, 4), GREEDY.model_copy(update={name: 21})))
 
 
 def test_wrong_parameters_and_ids_are_refused(llm: AsyncLLM) -> None:

@@ -189,6 +189,30 @@ def test_a_deadline_ends_all_choices() -> None:
     EngineProbe(driver).assert_clean()
 
 
+@pytest.mark.parametrize("prefix", [True, False])
+def test_log_probs_are_those_of_each_choice(prefix: bool) -> None:
+    """Of the prompt they are there once, and the others share its pages all the same."""
+    params = SEEDED.model_copy(update={"logprobs": 2, "prompt_logprobs": 1})
+    driver = Driver(dense().engine(prefix=prefix))
+    driver.add("a", LONG, params)
+    driver.add("new", LONG, params.model_copy(update={"output_kind": "delta"}))
+    driver.finish()
+    final = driver.final("a")
+    assert len(final.prompt_logprobs or ()) == len(LONG)
+    assert [output.prompt_logprobs is not None for output in driver.outputs["new"]][:2] == [True, False]
+    assert sum(output.prompt_logprobs is not None for output in driver.outputs["new"]) == 1
+    for choice, got in enumerate(final.outputs):
+        single = Driver(dense().engine(prefix=prefix))
+        single.add("a", LONG, params.model_copy(update={"n": 1}), choice=choice)
+        single.finish()
+        want = single.result("a")
+        assert list(got.token_ids) == list(want.token_ids)
+        assert got.cumulative_logprob == pytest.approx(want.cumulative_logprob, abs=1e-3)
+        assert [list(entry) for entry in got.logprobs or ()] == [list(entry) for entry in want.logprobs or ()]
+    assert driver.engine.scheduler.stats.cached_tokens >= 6 * FULL_PAGES
+    EngineProbe(driver).assert_clean()
+
+
 # ---- AsyncLLM --------------------------------------------------------------------------------------------------------
 
 
@@ -216,6 +240,9 @@ def test_async_gives_what_llm_gives(front: AsyncLLM, wanted: list[list[int]]) ->
         assert not more
         assert final.outputs == want.outputs
         assert (await collect(front, params))[-1].outputs == want.outputs
+        logged = (await collect(front, SEEDED.model_copy(update={"logprobs": 1, "prompt_logprobs": 0})))[-1]
+        assert [len(completion.logprobs or ()) for completion in logged.outputs] == [10] * 4
+        assert len(logged.prompt_logprobs or ()) == len(LONG)
         text = [""] * 4
         for output in await collect(front, params.model_copy(update={"output_kind": "delta"})):
             for completion in output.outputs:

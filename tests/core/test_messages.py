@@ -89,6 +89,14 @@ def test_arrays_come_through(array: np.ndarray[Any, Any]) -> None:
     np.testing.assert_array_equal(back, array)
 
 
+def test_logprobs_come_through_by_number() -> None:
+    records = np.arange(12, dtype=np.int32).reshape(2, 6)
+    report = decode_report(encode(Turn(EngineStats(), [7], [2], [3, 4], logprobs={7: records}, prompt_logprobs={7: records[:1]})))
+    assert isinstance(report, Turn)
+    np.testing.assert_array_equal(report.logprobs[7], records)
+    np.testing.assert_array_equal(report.prompt_logprobs[7], records[:1])
+
+
 def test_numpy_numbers_become_numbers() -> None:
     command = decode_command(encode(Add(1, "a", [np.int32(5)], {"extra_args": {"scale": np.float32(0.5)}})))  # type: ignore[list-item]
     assert command == Add(1, "a", [5], {"extra_args": {"scale": 0.5}})

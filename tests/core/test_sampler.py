@@ -92,6 +92,8 @@ def test_columns(sampler: Sampler) -> None:
         "presence_penalty": (torch.float32, 1, 0, None),
         "frequency_penalty": (torch.float32, 1, 0, None),
         "token_counts": (torch.int32, VOCAB, 0, 12),
+        "logprobs": (torch.int32, 1, -1, None),
+        "prompt_logprobs": (torch.int32, 1, -1, None),
     }
 
 

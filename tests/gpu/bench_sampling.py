@@ -1,7 +1,7 @@
-"""Checks and times the sampling kernels on a GPU: `python tests/gpu/bench_sampling.py [--dry]`.
+"""Checks and times the kernels for sampling and log-probs on a GPU: `python tests/gpu/bench_sampling.py [--dry] [--logprobs]`.
 
 Times are of CUDA graphs with several copies of the operation over different logits, in microseconds a call; GB/s: one read of the logits
-over that time. --dry: in Triton's interpreter, with small sizes and no times.
+over that time. --dry: in Triton's interpreter, with small sizes and no times. --logprobs: log-probs alone.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ if DRY:
 
 import torch  # noqa: E402
 
+from modelrunner.kernels.logprobs import gpu as logprobs_gpu  # noqa: E402
+from modelrunner.kernels.logprobs import reference as logprobs_reference  # noqa: E402
 from modelrunner.kernels.sampling import gpu, reference, scan  # noqa: E402
 
 VOCAB = 331 if DRY else 151936
@@ -140,9 +142,43 @@ def scan_of(n: int, noise: bool, shape: tuple[int, int, int]) -> Callable[[int],
     return lambda i: scan._launch(given[i % 2], inputs, found, shape)
 
 
+def asks(n: int, top: int) -> tuple[torch.Tensor, ...]:
+    """Arguments of `token_logprobs` behind the logits: every row wants `top`."""
+    rows = torch.arange(n, dtype=torch.int32, device=DEVICE)
+    return torch.randint(0, VOCAB, (n,), device=DEVICE), rows, torch.full((n,), top, dtype=torch.int32, device=DEVICE)
+
+
+def logprobs() -> None:
+    """Checks log-probs against the reference, and times them beside one read of the logits (their largest, by torch)."""
+    ours, theirs, tops = logprobs_gpu.OVERRIDES["token_logprobs"], logprobs_reference.token_logprobs, (0, 5, 20)
+    wrong, most = 0, 0.0
+    for n in ROWS[:4]:
+        for shape in SHAPES:
+            logits, given = logits_of(n, shape), asks(n, tops[-1])
+            (ranks, ids, values), want = ours(logits, *given, tops[-1]), theirs(logits, *given, tops[-1])
+            wrong += int((ranks != want[0]).sum()) + int((ids != want[1]).sum())
+            most = max(most, float((values - want[2]).abs().max()))
+    print(f"log-probs: {wrong} ranks and ids differ, log-probs by {most:.1e} at most", flush=True)
+    if DRY:
+        return
+    for shape in SHAPES:
+        for n in (1, 32, 256, 1024):
+            pair, read = [logits_of(n, shape) for _ in range(2)], n * VOCAB * 2
+            peak = microseconds(lambda i, pair=pair: pair[i % 2].amax(1), 5)
+            cells = [f"amax {peak:.1f} us"]
+            for top in tops:
+                given = asks(n, top)
+                time = microseconds(lambda i, pair=pair, given=given: ours(pair[i % 2], *given, tops[-1]), 5)
+                cells.append(f"top {top} {time:.1f} us ({read / time / 1e3:.0f} GB/s, {time * 4.8e6 / read:.2f} x a read at 4.8 TB/s)")
+            print(f"log-probs {shape} {n:5} rows: " + ", ".join(cells), flush=True)
+
+
 def main() -> None:
     argparse.ArgumentParser(description=__doc__).parse_known_args()
     torch.manual_seed(0)
+    logprobs()
+    if "--logprobs" in sys.argv:
+        return
     lines, rows = [], 0
     for n in ROWS[:5]:
         for shape in SHAPES:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from modelrunner.testing.conformance.logits_cases import LOGITS_CASES
+from modelrunner.testing.conformance.logprobs_cases import LOGPROBS_CASES
 from modelrunner.testing.conformance.step_cases import DIM, STEP_CASES, VOCAB
 
 Case = Callable[..., Any]
@@ -204,5 +205,6 @@ CASES: dict[str, tuple[Case, Sequence[tuple[Any, ...]]]] = {
     "sample_rows": (sample_rows, DRAWS),
     "gumbel_noise": (gumbel_noise, ((1, 1), (7, 331))),
     **LOGITS_CASES,
+    **LOGPROBS_CASES,
     **STEP_CASES,
 }

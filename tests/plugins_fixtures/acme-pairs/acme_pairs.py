@@ -7,7 +7,7 @@ import torch
 from modelrunner import LogitsProcessor, hookimpl
 from modelrunner.request_table import Column
 
-MODELRUNNER_API = ">=1.4,<2"
+MODELRUNNER_API = ">=1.5,<2"
 
 shown: list[tuple[int, tuple[int, ...], int]] = []
 """(tag of the request, its tokens, how many of them are prompt) of each row that asked and sampled, in the order of the steps."""

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from modelrunner.logits_processors import RegisterProcessor
     from modelrunner.taps import ModelInfo
 
-MODELRUNNER_API = ">=1.4,<2"
+MODELRUNNER_API = ">=1.5,<2"
 
 
 class NoRepeatSettings(Section):
