@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from modelrunner.async_llm import AsyncLLM
+    from modelrunner.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from modelrunner.engine import Engine
     from modelrunner.hookspecs import hookimpl
     from modelrunner.llm import LLM
@@ -27,6 +28,9 @@ _EXPORTS = {
     "LLM": "llm",
     "AsyncLLM": "async_llm",
     "Engine": "engine",
+    "BeamSearchParams": "beam_search",
+    "BeamSearchOutput": "beam_search",
+    "BeamSearchSequence": "beam_search",
     "SamplingParams": "request",
     "RequestOutput": "request",
     "CompletionOutput": "request",
@@ -49,6 +53,9 @@ _EXPORTS = {
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "CompletionOutput",
     "Decline",
     "Engine",

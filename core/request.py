@@ -28,9 +28,11 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "Status",
+    "check_ids",
     "default_params",
     "make_request",
     "merged_eos",
+    "read_prompt",
 ]
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -193,7 +195,7 @@ def make_request(
     text, ids, salt = read_prompt(prompt, tokenizer)
     if salt is not None and cache_salt is not None:
         raise RequestError("cache_salt: given both in the prompt and as an argument; accepted: one of them")
-    _check_ids(ids, vocab_size, max_model_len)
+    check_ids(ids, vocab_size, max_model_len)
     request = Request(
         id=request_id,
         prompt_token_ids=ids,
@@ -271,7 +273,8 @@ def list_of_ids(value: object) -> list[int]:
     return checked
 
 
-def _check_ids(ids: Sequence[int], vocab_size: int, max_model_len: int) -> None:
+def check_ids(ids: Sequence[int], vocab_size: int, max_model_len: int) -> None:
+    """Raise RequestError for a prompt that is empty, leaves no room for output, or has an id that the model lacks."""
     if not ids:
         raise RequestError("prompt: it is empty (0 tokens); accepted: at least 1 token")
     if len(ids) >= max_model_len:

@@ -42,6 +42,7 @@ PUBLIC = {
     "request": ["SamplingParams", "RequestOutput", "CompletionOutput"],
     "logprobs": ["Logprob"],
     "llm": ["LLM"],
+    "beam_search": ["BeamSearchParams", "BeamSearchSequence", "BeamSearchOutput"],
     "async_llm": ["AsyncLLM"],
     "testing.conformance": [
         *["KernelConformance", "LinearSchemeConformance", "DeviceConformance", "LogitsProcessorConformance", "transformers_checkpoint"],
