@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from modelrunner.offers import Decline, Offer
     from modelrunner.request import CompletionOutput, OutputKind, RequestOutput, SamplingParams
     from modelrunner.settings import RunnerSettings
+    from modelrunner.structured_outputs import StructuredOutputsParams
     from modelrunner.taps import ModelInfo, Result, Tap
 
 __version__ = "0.1.0"
@@ -32,6 +33,7 @@ _EXPORTS = {
     "BeamSearchOutput": "beam_search",
     "BeamSearchSequence": "beam_search",
     "SamplingParams": "request",
+    "StructuredOutputsParams": "structured_outputs",
     "RequestOutput": "request",
     "CompletionOutput": "request",
     "OutputKind": "request",
@@ -72,6 +74,7 @@ __all__ = [
     "RunnerSettings",
     "SamplingParams",
     "StepReport",
+    "StructuredOutputsParams",
     "Tap",
     "hookimpl",
 ]

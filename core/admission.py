@@ -33,6 +33,8 @@ class PatchSink(Protocol):
 
     def row(self, row: int, values: Mapping[str, Any]) -> None: ...
 
+    def line(self, name: str, seat: int, elements: Int32Array) -> None: ...
+
     def elements(self, name: str, rows: Int32Array, cols: Int32Array, values: Int32Array) -> None: ...
 
     def build(self) -> Patch: ...
@@ -42,6 +44,7 @@ class Admission:
     """Requests by id, rows by holder, and the way between queue and rows.
 
     entries: every unfinished request by id. holders: per row the entry that holds it. refused: requests that `on_admit` raised for.
+    parked: requests by id that wait, but not in the queue: the mask of their next token is not there (see `guides`).
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class Admission:
         self.entries: dict[str, Entry] = {}
         self.holders: list[Entry | None] = [None] * rows.active.size
         self.refused: list[Request] = []
+        self.parked: dict[str, Entry] = {}
         self._rows = rows
         self._pool = pool
         self._layouts = [table.layout for table in rows.tables]
@@ -95,8 +99,18 @@ class Admission:
         request.sequence = self._sequence
         request.status = Status.WAITING
         entry = self.entries[request.id] = Entry(request, plain, seated)
-        if self.forks.add(entry):
+        self.forks.join(request)
+        self._enqueue(entry, parked=request.guide is not None)
+
+    def _enqueue(self, entry: Entry, parked: bool) -> None:
+        if parked:
+            self.parked[entry.request.id] = entry
+        elif self.forks.may_come(entry):
             self.queue.push(entry)
+
+    def unpark(self, request: Request) -> None:
+        """The request's next token has its mask."""
+        self._enqueue(self.parked.pop(request.id), parked=False)
 
     def _refuse_misfit(self, request: Request) -> None:
         prompt, limit = len(request.prompt_token_ids), request.limit
@@ -127,17 +141,17 @@ class Admission:
     def _most_pages(self, tokens: int) -> int:
         return sum(layout.most_pages(tokens, self._chunk) for layout in self._layouts)
 
-    def requeue(self, entry: Entry) -> None:
-        """Let a request that gave up its row wait again, at its old place."""
+    def requeue(self, entry: Entry, parked: bool = False) -> None:
+        """Let a request that gave up its row wait again, at its old place. parked: its row was held."""
         entry.request.status = Status.PREEMPTED if entry.request.num_preemptions else Status.WAITING
-        self.queue.push(entry)
+        self._enqueue(entry, parked)
 
     def forget(self, request: Request) -> None:
         """The request has ended: it holds no row (any more)."""
-        waiting = request.status in (Status.WAITING, Status.PREEMPTED) and not self.forks.is_held(request)
+        waiting = request.status in (Status.WAITING, Status.PREEMPTED)
         request.status = Status.FINISHED
         self.entries.pop(request.id)
-        if waiting:
+        if waiting and self.parked.pop(request.id, None) is None and not self.forks.is_held(request):
             self.queue.dropped()
         following, last = self.forks.ended(request)
         for entry in following:
@@ -259,7 +273,7 @@ class Admission:
         if not request.num_preemptions:
             request.num_cached_tokens = hit.length
         entry.seats = self.seats.take(entry.seated)
-        rows.open(row, tokens, hit.length, len(request.prompt_token_ids), request.limit, request.features)
+        rows.open(row, tokens, hit.length, len(request.prompt_token_ids), request.limit, request.features, request.guide is not None)
         for pages in hit.pages:
             self._pool.retain(pages)
         one, upto = np.array([row], np.int32), np.array([hit.length + chunk], np.int32)
@@ -350,11 +364,13 @@ class Admission:
         assert every == list(range(len(self.holders))), f"rows {every} are held, free or leaving, not each row once"
         self.seats.check([entry.seats for entry in self.holders if entry is not None] + [seats for _, seats in self._leaving])
         running = {entry.request.id for entry in self.holders if entry is not None}
-        held_back = {entry.request.id for entry in self.forks.entries()}
-        waiting = {entry.request.id for entry in self.queue.entries()}
-        assert running | waiting | held_back == self.entries.keys(), "a request neither runs nor waits"
-        assert len(running) + len(waiting) + len(held_back) == len(self.entries), "a request both runs and waits"
-        assert len(self.queue) == len(waiting), f"the queue counts {len(self.queue)} and holds {len(waiting)}"
+        queued = {entry.request.id for entry in self.queue.entries()}
+        forking = {entry.request.id for entry in self.forks.entries()}
+        waiting = queued | self.parked.keys() | forking
+        assert running | waiting == self.entries.keys(), "a request neither runs nor waits"
+        assert not running & waiting, "a request both runs and waits"
+        assert len(queued) + len(self.parked) + len(forking) == len(waiting), "a request waits in two places"
+        assert len(self.queue) == len(queued), f"the queue counts {len(self.queue)} and holds {len(queued)}"
         for row in held:
             entry = self.holders[row]
             assert entry is not None

@@ -28,6 +28,7 @@ from modelrunner.caches import free_arena, restore_arena
 from modelrunner.checkpoint import ModelCard
 from modelrunner.choices import Choices, choices_of
 from modelrunner.errors import CapacityWarning, EngineError, PluginWarning, RequestError, warn_caller
+from modelrunner.guides import End
 from modelrunner.logprobs import keep_logprobs
 from modelrunner.model_state import No
 from modelrunner.outputs import OutputProcessor
@@ -42,6 +43,7 @@ from modelrunner.watch import Watch
 from modelrunner.weights import load_tensors
 
 FIRST_WEIGHTS = "0"  # version of the weights that an engine starts with
+COMPILING_SECONDS = 0.01  # at most, for a step in which nothing can run before a grammar is compiled
 
 
 class Engine:
@@ -58,6 +60,7 @@ class Engine:
         self.scheduler = self._scheduler(self.assembly)
         self._warn_of_small_cache()
         self.outputs = OutputProcessor(self.tokenizer, self.scheduler, self.assembly.taps.arrays)
+        self.guides = self.assembly.guides
         self.watch = Watch(self.assembly.observers, self.scheduler)
         self.tickets: deque[Ticket] = deque()
         self.requests: dict[str, Request] = {}  # one for each choice
@@ -168,6 +171,7 @@ class Engine:
             self.choices.open(request, requests)
         for each in requests:
             self.requests[each.id] = each
+            self.guides.start(each)
             self.watch.request_started(each)
 
     def _queue(self, request: Request) -> None:
@@ -178,6 +182,7 @@ class Engine:
             if isinstance(answer, No):
                 raise RequestError(f"prompt_logprobs: {type(self.assembly.state).__name__} gives none: {answer.reason}")
         self.assembly.taps.admit(request)
+        self.guides.open(request)
         self.scheduler.add(request)
         try:
             self.outputs.add(request)
@@ -219,6 +224,7 @@ class Engine:
         for request in self.scheduler.expire(now):
             self._ended.append(request)
             self._forget(request)
+        self._end_guided(self.guides.poll(now, self.scheduler))
         outputs = self._take_ready()
         try:
             plan = None if self._sleeping else self.scheduler.plan()
@@ -233,6 +239,8 @@ class Engine:
             depth = self.settings.scheduler.pipeline_depth
             outputs += self._collect(keep=depth - 1 if plan is not None else max(len(self.tickets) - 1, 0))
             outputs += self._report_ended()
+            if plan is None and not outputs and self.guides.num_compiling:
+                self.guides.wait(COMPILING_SECONDS)
             if not self.tickets:  # no launch follows that observers could be told after
                 self.watch.deliver()
             return self.choices.merge(outputs)
@@ -278,8 +286,10 @@ class Engine:
             if outcome.logprobs is not None:
                 keep_logprobs(outcome, self.scheduler.rows, self.scheduler.request_at)
             committed = self.scheduler.commit(outcome)
+            self.guides.take(committed, self.scheduler)
             outputs += self._process(committed)
             self.watch.committed(ticket.plan, waiting, arrived, committed)
+        self._end_guided(self.guides.fill(self.scheduler, self.settings.grammar.fill_seconds if self.tickets else None))
         return outputs
 
     def _process(self, committed: Committed) -> list[RequestOutput]:
@@ -289,6 +299,10 @@ class Engine:
         for request, keep, reason, stop in stops:
             self._finish(request, reason, stop, keep)
         return outputs
+
+    def _end_guided(self, ends: Iterable[End]) -> None:
+        for request, reason, stop_reason in ends:
+            self._finish(request, reason, stop_reason)
 
     def _report_ended(self) -> list[RequestOutput]:
         ended, self._ended = self._ended, []
@@ -301,6 +315,7 @@ class Engine:
     def _forget(self, request: Request) -> None:
         if self.requests.get(request.id) is request:  # its id may be another request's by now
             del self.requests[request.id]
+            self.guides.forget(request)
             self.watch.request_finished(request)
 
     def _check_alive(self) -> None:
@@ -321,7 +336,8 @@ class Engine:
 
         tensors: every tensor of a checkpoint under its checkpoint name, one at a time, on any device. version: name of these weights, for
         `RequestOutput.weight_version`; None for the number of updates so far. A running request keeps its tokens, and what the cache holds
-        of it is computed again, so that each later token comes from one version of the weights. Cached prefixes are forgotten.
+        of it is computed again, so that each later token comes from one version of the weights. Cached prefixes are forgotten. Scales of a
+        cache in 8 bits are replaced by those among the tensors, and else stay.
         Outputs collected on the way come from the next `step`.
 
         Raises CheckpointError when the tensors do not fit (see `weights.load_tensors`). When some had been stored by then, the weights are
@@ -332,10 +348,13 @@ class Engine:
             raise RequestError(f"version: got {version!r}; accepted: a string that is not empty, or None")
         self._pause()
         self.scheduler.reset_prefix_cache()
-        state, device = self.assembly.state, self.assembly.device
+        state, device, scales = self.assembly.state, self.assembly.device, self.assembly.scales
+        weight_map = state.weight_map(self.card)
         device.synchronize()
         try:
-            load_tensors(state.module, state.weight_map(self.card), tensors, source="the set of new weights", writing=self._note_write)
+            weights = scales.passing(tensors, weight_map)
+            load_tensors(state.module, weight_map, weights, source="the set of new weights", writing=self._note_write)
+            scales.store()
         except BaseException as error:
             if self._broken_weights:
                 self._broken_weights = f"{type(error).__name__}: {error}"

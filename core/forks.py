@@ -10,18 +10,21 @@ from modelrunner.waiting import Entry
 
 @dataclass(eq=False)
 class _Group:
-    """leader: computes the prompt. ready: it has. held: who waits for it. alive: members that have not ended, held ones included."""
+    """leader: computes the prompt, None until one may. ready: it has been computed. held: who waits for it. alive: members that have not
+    ended."""
 
-    leader: Request
+    leader: Request | None = None
     ready: bool = False
-    alive: int = 1
+    alive: int = 0
     held: list[Entry] = field(default_factory=list)
 
 
 class Forks:
-    """Groups of requests by `Request.fork`. Each member is told to `add`, and to `ended`; the first token of each to `first_token`.
+    """Groups of requests by `Request.fork`. Each member joins, asks `may_come` whenever it is to be queued, and tells `first_token` and
+    `ended` of its first token and its end.
 
-    What these return is to be queued. When a leader ends without having computed the prompt, the next one takes its place.
+    The first that may come leads. When it ends without having computed the prompt, the next one takes its place. Entries that methods
+    return are to be queued.
     """
 
     def __init__(self) -> None:
@@ -30,19 +33,20 @@ class Forks:
     def __len__(self) -> int:
         return sum(len(group.held) for group in self._groups.values())
 
-    def add(self, entry: Entry) -> bool:
+    def join(self, request: Request) -> None:
+        if request.fork is not None:
+            self._groups.setdefault(request.fork, _Group()).alive += 1
+
+    def may_come(self, entry: Entry) -> bool:
         """Whether the request is to be queued now; else it is held."""
-        request = entry.request
-        if request.fork is None:
+        group = self._groups.get(entry.request.fork or "")
+        if group is None or group.ready:
             return True
-        group = self._groups.get(request.fork)
-        if group is None:
-            self._groups[request.fork] = _Group(request)
+        group.leader = group.leader or entry.request
+        if group.leader is entry.request:
             return True
-        group.alive += 1
-        if not group.ready:
-            group.held.append(entry)
-        return group.ready
+        group.held.append(entry)
+        return False
 
     def first_token(self, request: Request) -> list[Entry]:
         """Its prompt has been computed."""
@@ -69,8 +73,8 @@ class Forks:
             return [], True
         if group.ready or group.leader is not request:
             return [], False
-        group.leader, following = group.held[0].request, group.held[:1]
-        del group.held[:1]
+        following, group.held = group.held[:1], group.held[1:]
+        group.leader = following[0].request if following else None
         return following, False
 
     def entries(self) -> list[Entry]:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from modelrunner.checkpoint import CheckpointReader, ModelCard
     from modelrunner.cli import Command
     from modelrunner.device import Device
+    from modelrunner.grammar import GrammarBackend
     from modelrunner.linear import LinearScheme
     from modelrunner.logits_processors import RegisterProcessor
     from modelrunner.model_state import CacheGroup, ModelState
@@ -95,6 +96,10 @@ class HookSpecs:
         self, group: CacheGroup, device: Device, settings: RunnerSettings
     ) -> Offer[type[AttentionBackend]] | Decline | None:
         """Bid to run attention over the cache group `group`."""
+
+    @hookspec
+    def grammar_backend(self, settings: RunnerSettings) -> Offer[type[GrammarBackend]] | Decline | None:
+        """Bid to compile the grammars of structured output. Loaded when the first request asks for it; none at all is no error before."""
 
     @hookspec
     def observer(self, settings: RunnerSettings) -> Observer | Sequence[Observer] | None:

@@ -34,6 +34,8 @@ from modelrunner.request import (
 )
 
 if TYPE_CHECKING:
+    import torch
+
     from modelrunner.checkpoint import ModelCard
     from modelrunner.text import Tokenizer
 
@@ -160,6 +162,20 @@ class LLM:
         if isinstance(tensors, (str, os.PathLike)):
             tensors = checkpoint_tensors(checkpoint_name(tensors), self.engine.assembly.manager, self.engine.settings)
         self.engine.update_weights(tensors, version)
+
+    def calibrate_cache(self, prompts: Prompt | Sequence[Prompt]) -> Mapping[str, torch.Tensor]:
+        """Set the scales of a cache in 8 bits (`cache.dtype=float8_e4m3fn`) by what the prompts' keys and values are, head by head.
+
+        The prompts run once, or up to three times if some keys or values did not fit the scales they began with. A scale becomes the power
+        of 2 that leaves room for twice the largest number seen. What the cache held is forgotten. Later updates of the weights keep the
+        scales, unless they bring some.
+
+        Returns them by checkpoint name, [num_kv_heads] float32 each; `safetensors.torch.save_file` makes a file for `cache.scales` of it.
+        Raises RequestError while requests are open, and for a cache of another type; or as `generate` does.
+        """
+        from modelrunner.calibration import calibrate
+
+        return calibrate(self, prompts)
 
     def sleep(self) -> None:
         """Give the cache's memory up until `wake_up`; `generate` raises RequestError meanwhile."""

@@ -134,7 +134,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     """Gauges and counters of an engine process. Counters only rise.
 
     running: requests with a row. waiting: without one. pages_used, pages_total: of the cache; pages that only the prefix cache keeps are
-    not used. turns: of the process's loop. steps: committed. finished: requests by finish reason. Tokens are counted as in
+    not used. turns: of the process's loop. steps: committed. finished: requests by finish reason. Tokens and held rows are counted as in
     `scheduler.Stats`. sleeping: the cache's memory is given up, and requests wait. weight_version: of the weights in use.
     weights_problem: why they cannot be used, so that requests wait; empty when they can. loaded_tensors: of all updates.
     """
@@ -155,6 +155,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     weight_version: str = "0"
     weights_problem: str = ""
     loaded_tensors: int = 0
+    held: int = 0
 
     @property
     def progress(self) -> tuple[int, int, int, int]:

@@ -30,6 +30,7 @@ COMPONENTS: dict[str, tuple[str, str]] = {
     "device": ("modelrunner.device", "Device"),
     "attention_backend": ("modelrunner.attention", "AttentionBackend"),
     "linear_scheme": ("modelrunner.linear", "LinearScheme"),
+    "grammar_backend": ("modelrunner.grammar", "GrammarBackend"),
 }
 # The type that an offer of the hook must load an instance of.
 VALUES: dict[str, type] = {"model_source": Path, "model_config": Mapping}

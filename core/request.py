@@ -16,6 +16,7 @@ from modelrunner.sampling_params import INT32_MAX, OutputKind, SamplingParams, a
 
 if TYPE_CHECKING:
     from modelrunner.checkpoint import ModelCard
+    from modelrunner.guides import Guide
     from modelrunner.text import Tokenizer
 
 __all__ = [
@@ -103,9 +104,9 @@ class Request:
     token_ids: prompt, then committed output (output is appended when the row is released; while running it lives in the token log).
     limit: tokens (prompt + output) at which it ends. seed: 64-bit, always set. features: bits of batch.Feature. tap_values: column values
     that taps gave. cache_world: what its cached pages depend on beside tokens, weights and salt. results: a byte record [bytes] uint8 of
-    taps per output token. bad_word_ids: every tokenisation of `params.bad_words`. logprobs: None if it asks for none. failure: what a
-    function of `params.logits_processors` did wrong. choice: which of several answers to its prompt. fork: names the requests that share
-    this prompt, of which one computes it.
+    taps per output token. bad_word_ids: every tokenisation of `params.bad_words`. guide: of a request with structured output.
+    logprobs: None if it asks for none. failure: what a function of `params.logits_processors` did wrong. choice: which of several answers
+    to its prompt. fork: names the requests that share this prompt, of which one computes it.
     """
 
     id: str
@@ -134,6 +135,7 @@ class Request:
     cache_world: bytes | None = None
     results: list[npt.NDArray[np.uint8]] = field(default_factory=list)
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    guide: Guide | None = None
     logprobs: RequestLogprobs | None = None
     failure: str | None = None
     choice: int = 0

@@ -8,7 +8,8 @@ closure is the step: patch, gather, embed, layers, hidden states at the sampling
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -18,7 +19,7 @@ from tqdm import tqdm  # type: ignore[import-untyped,unused-ignore]
 
 from modelrunner import blank_plans
 from modelrunner.attention import AttentionBackend, AttentionMeta, BoundAttention, ByGroup, attention_meta
-from modelrunner.batch import EDITED, EMPTY_PATCH, Batch, Feature, Outcome, Patch, Plan, Record, Ticket, record_words
+from modelrunner.batch import EDITED, EMPTY_PATCH, LOGGED, Batch, Feature, Outcome, Patch, Plan, Record, Ticket, record_words
 from modelrunner.device import Event, PinnedBuffer
 from modelrunner.errors import EngineError, PluginError
 from modelrunner.extras import Extras
@@ -26,11 +27,10 @@ from modelrunner.graphs import CAPTURED, GraphReport, Key, StepGraphs
 from modelrunner.model_state import Tap
 from modelrunner.runner_parts import Parts, Route
 from modelrunner.step_buffers import Buckets, PlanPacker, Shape, StepBuffers
-from modelrunner.step_logprobs import Asked, StepLogprobs
+from modelrunner.step_logprobs import NOTHING, Asked, StepLogprobs
 from modelrunner.tap_set import ActiveTaps
 
 FIRST_PROMPT = 32  # tokens of a prompt whose kernels are built with the first ones
-LOGGED = EDITED | Feature.LOGPROBS
 POISON = -0x5A5A5A5B  # what a released ring entry holds on a testing device: no row, no token
 
 
@@ -83,7 +83,7 @@ class Runner:
         """Run steps of a dead row, one of each kind of tail, so that what cannot run fails at start-up and not at the first request."""
         plan = self._blank_plan()
         self.state.fill_dummy(self.buffers.batch(plan, self.buckets.shape(plan), self.parts.table.columns))
-        tails = (Feature.GREEDY, Feature.PLAIN, Feature.PLAIN | Feature.FILTERED, LOGGED, self.parts.sampler.processed)
+        tails = (Feature.GREEDY, Feature.PLAIN, Feature.PLAIN | Feature.FILTERED, EDITED | Feature.LOGPROBS, self.parts.sampler.processed)
         kinds = [replace(plan, features=features) for features in dict.fromkeys(tails)]
         longest = self.longest_prompt
         prompts = [blank_plans.prompt(plan, self.parts.layouts, n) for n in sorted({min(FIRST_PROMPT, longest), longest})]
@@ -128,6 +128,16 @@ class Runner:
         self.parts = replace(self.parts, caches=caches, backends=backends)
         self.caches = ByGroup(caches)
 
+    @contextmanager
+    def instead(self, backends: Mapping[str, AttentionBackend]) -> Iterator[None]:
+        """Run steps with other attention backends for some groups, without graphs. Begins and ends with nothing in flight."""
+        own = self.parts
+        self.parts, self.route, self.warming_up = replace(own, backends={**own.backends, **backends}), None, True
+        try:
+            yield
+        finally:
+            self.parts, self.route, self.warming_up = own, None, False
+
     def _blank_plan(self) -> Plan:
         return blank_plans.blank_row(self.parts.table, len(self.parts.layouts))
 
@@ -161,7 +171,7 @@ class Runner:
         """
         entry = self.launched % len(self.plans)
         assert self.events[entry] is None, "more steps in flight than the pipeline is deep"
-        route, taps, asked = self.route, None, Asked()
+        route, taps, asked = self.route, None, NOTHING
         known = route is not None and route.serves(plan)
         if route is None or not known:
             route = self._new_route(plan)
@@ -184,7 +194,8 @@ class Runner:
             self.events[entry] = self.device.download(lambda: self.ring[entry, : plan.num_rows], self.results[entry])
             if taps is not None and taps.reports:
                 self.extra_events[entry] = self.extras.download(entry, plan.num_rows)
-            self.logprobs.download(entry, plan, asked)
+            if int(plan.features) & LOGGED:
+                self.logprobs.download(entry, plan, asked)
         except BaseException as error:
             raise EngineError(f"step {plan.step} runs, but its results cannot be fetched: {error}") from error
         return Ticket(plan, entry)
@@ -215,7 +226,7 @@ class Runner:
         pages = tuple(layout.pages_for(length) for layout in self.parts.layouts)
         plan = Plan(-1, rows, rows, rows, EMPTY_PATCH, shape.num_decode, shape.num_tokens, shape.max_query, length, pages, key.features)
         if key.part == "step":
-            return self._computation(plan, shape, None, Asked(), captured=True)
+            return self._computation(plan, shape, None, NOTHING, captured=True)
         sampled, columns = self.buffers.sampled[: shape.tail_rows], self.parts.table.columns
         if key.part == "tail":
             return partial(self._captured_tail, self.buffers.tail(plan, shape, columns), sampled)
@@ -229,7 +240,7 @@ class Runner:
 
     @torch.inference_mode()
     def _captured_tail(self, batch: Batch, sampled: torch.Tensor) -> None:
-        self._tail(batch, sampled, Asked())
+        self._tail(batch, sampled, NOTHING)
 
     def _computation(self, plan: Plan, shape: Shape, taps: ActiveTaps | None, asked: Asked, captured: bool = False) -> Callable[[], None]:
         """Everything that a step does after its inputs are uploaded. Views and metadata are made here, on the host."""

@@ -9,10 +9,11 @@ from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, InstanceOf, StrictBool, ValidationError
 
 from modelrunner.errors import CheckpointError, RequestError
 from modelrunner.sampling_values import read_processors
+from modelrunner.structured_outputs import StructuredOutputsParams, read_structured_outputs
 
 if TYPE_CHECKING:
     from modelrunner.checkpoint import ModelCard
@@ -254,6 +255,7 @@ ACCEPTED = {
     "stop_token_ids": "a list of token ids (integers >= 0)",
     "logits_processors": "a list of names of logits processors and of functions f(prompt_ids, output_ids, logits), or a mapping of names "
     "to mappings of arguments",
+    "structured_outputs": "StructuredOutputsParams, or None",
     **dict.fromkeys(("logprobs", "prompt_logprobs"), "an integer >= 0, -1 for the whole vocabulary, or None for none"),
     "extra_args": "a mapping of names of taps to their arguments",
     "output_kind": ", ".join(repr(kind.value) for kind in OutputKind),
@@ -277,6 +279,7 @@ class SamplingParams(BaseModel):
     stop: strings that end the output where the first of them is complete; the text ends before it, or after it with
     `include_stop_str_in_output`. stop_token_ids: ids that end the output, itself the last token; its text is part of the output unless
     it is a special token. skip_special_tokens: leave special tokens out of the text. detokenize: False for ids only.
+    structured_outputs: what the output must look like: a JSON schema, a regular expression, a grammar or one of some texts.
     logprobs: report the log-prob of each output token, and of this many likeliest ones beside it; 0 for its own alone, -1 for the whole
     vocabulary, None for nothing. prompt_logprobs: the same for each token of the prompt but the first. The setting sampler.max_logprobs
     bounds both.
@@ -310,6 +313,7 @@ class SamplingParams(BaseModel):
     include_stop_str_in_output: StrictBool = False
     skip_special_tokens: StrictBool = True
     detokenize: StrictBool = True
+    structured_outputs: Annotated[InstanceOf[StructuredOutputsParams] | None, BeforeValidator(read_structured_outputs)] = None
     output_kind: OutputKind = OutputKind.CUMULATIVE
     logits_processors: Annotated[Mapping[str, Mapping[str, Any]], BeforeValidator(read_processors)] = Field(default_factory=dict)
     logprobs: Annotated[int | None, BeforeValidator(_logprobs)] = None
@@ -352,6 +356,9 @@ def _message(error: ValidationError) -> str:
             parts.append(f"{shown(name)} is not a sampling parameter{hint} (accepted: {', '.join(sorted(ACCEPTED))})")
             continue
         reason = str(detail["msg"]).removeprefix("Value error, ")
+        if isinstance(detail.get("ctx", {}).get("error"), RequestError):
+            parts.append(reason)
+            continue
         why = f" ({reason})" if reason.startswith("it contains") else ""
         parts.append(f"{name}: got {shown(detail['input'])}{why}; accepted: {ACCEPTED[name]}")
     return "; ".join(parts)

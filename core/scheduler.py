@@ -76,6 +76,7 @@ class Scheduler:
         self._in_flight: deque[Plan] = deque()
         self._undo: Undo | None = None
         self._step = 0
+        self.num_held = 0  # rows left out of the newest plan because the mask of their next token was not there
 
     @property
     def rows(self) -> HostRows:
@@ -134,6 +135,23 @@ class Scheduler:
             return self.rows.output(request.row)
         return np.array(request.output_token_ids, np.int32)
 
+    @property
+    def num_guided(self) -> int:
+        """Rows whose requests have guides."""
+        return self._rows.num_guided
+
+    def guided(self, rows: Int32Array) -> list[Request]:
+        """Requests with guides that hold one of `rows`."""
+        entries = [self.admission.holders[row] for row in rows[self._rows.guided[rows]].tolist()]
+        return [entry.request for entry in entries if entry is not None]
+
+    def ready(self, request: Request) -> None:
+        """The mask of the request's next token is there: it can be planned, or admitted."""
+        if request.status is Status.RUNNING:
+            self._rows.held[request.row] = False
+        else:
+            self.admission.unpark(request)
+
     def request_at(self, row: int) -> Request | None:
         """The request that holds `row`."""
         entry = self.admission.holders[row]
@@ -146,7 +164,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self.admission.queue) + len(self.admission.forks)
+        return len(self.admission.queue) + len(self.admission.parked) + len(self.admission.forks)
 
     @property
     def num_running(self) -> int:
@@ -189,9 +207,21 @@ class Scheduler:
         tokens = self._budget.tokens(num_decode, rows.size - num_decode + len(self.admission.queue))
         draft = Draft(self._builder(), tokens, num_decode)
         draft.grow(self._rows, rows, deficits, self.pool)
+        self.num_held = int(self._rows.held.sum()) if self._rows.num_guided else 0
         draft.take(self._rows, rows, counts)
+        if self._rows.num_guided:
+            self._send_masks(draft, rows)
         self._admit(draft)
         return self._seal(draft)
+
+    def _send_masks(self, draft: Draft, rows: Int32Array) -> None:
+        """Put the masks of the planned rows that sample into the patch. (A row that is admitted brings its first one with it.)"""
+        for row in rows[self._rows.held[rows]].tolist():
+            entry = self.admission.holders[row]
+            assert entry is not None, f"row {row} has no request"
+            guide = entry.request.guide
+            assert guide is not None, f"row {row} is held, and its request {entry.request.id!r} has no guide"
+            draft.builder.line(guide.column, entry.seats[guide.column], guide.mask)
 
     def _repeat(self, first: Plan) -> Plan | None:
         """The steady path: the plan of before once more, or None when something about it would change."""
@@ -239,12 +269,13 @@ class Scheduler:
         plan = draft.plan(self._step, self._rows)
         if plan is None:
             return None
+        self.stats.held += self.num_held
         table = self._rows
         self._undo = Undo(plan, np.concatenate(draft.sampled), draft.growths, draft.admitted, table.last_ticket[plan.rows])
         table.last_ticket[plan.rows] = plan.step
         self._in_flight.append(plan)
         self._step += 1
-        if plan.num_decode == self._running.size:
+        if plan.num_decode == self._running.size and not table.num_guided:
             self._repeatable = plan
         return plan
 
@@ -263,6 +294,7 @@ class Scheduler:
         rows = plan.rows[alive]
         table.computed_upper[rows] -= plan.num_query[alive]
         table.known_upper[rows] -= undo.sampled[alive]
+        table.held[rows] &= ~undo.sampled[alive]
         for growth in undo.growths:
             table.tables[growth.group].shrink(growth, np.isin(growth.rows, plan.rows[~alive]), self.pool)
         for entry in undo.admitted:
@@ -377,10 +409,11 @@ class Scheduler:
 
     def _preempt(self, entry: Entry) -> None:
         self._settle()
+        held = bool(self._rows.held[entry.request.row])
         self.admission.release(entry.request)
         entry.request.num_preemptions += 1
         self.stats.preemptions += 1
-        self.admission.requeue(entry)
+        self.admission.requeue(entry, parked=held)
         self._refresh_running()
         self.admission.reclaim_rows(self._step)
 

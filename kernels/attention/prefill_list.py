@@ -166,9 +166,10 @@ def choose_gathered(
     Worth it: keys that are read by several tiles of queries, from Hopper on, where the tensor memory accelerator fetches them.
     """
     dim, group = cache.shape[4], num_heads // cache.shape[3]
-    fits = dependent_launch(cache.device) and dtype == cache.dtype != torch.float32 and window is None and dim in (64, 128) and group <= 128
+    types = dtype != torch.float32 and cache.dtype in (dtype, torch.float8_e4m3fn)
+    fits = dependent_launch(cache.device) and types and window is None and dim in (64, 128) and group <= 128
     config = gathered_config(dim)
-    num_bytes = num_rows * _gathered_tokens(max_seq_len, config) * 2 * cache.shape[3] * dim * cache.element_size()
+    num_bytes = num_rows * _gathered_tokens(max_seq_len, config) * 2 * cache.shape[3] * dim * dtype.itemsize
     return config if fits and num_rows > 0 and max_query >= GATHER_QUERIES and num_bytes <= GATHER_BYTES else None
 
 

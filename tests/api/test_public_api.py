@@ -38,6 +38,8 @@ PUBLIC = {
     "observers": ["Observer", "StepReport", "RequestStart", "RequestFinish"],
     "checkpoint": ["CheckpointReader", "ModelCard"],
     "text": ["Tokenizer"],
+    "grammar": ["GrammarBackend", "Grammar", "Matcher", "Vocabulary"],
+    "structured_outputs": ["StructuredOutputsParams"],
     "cli": ["Command"],
     "request": ["SamplingParams", "RequestOutput", "CompletionOutput"],
     "logprobs": ["Logprob"],

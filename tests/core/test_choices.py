@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from engine_world import start
 
-from modelrunner import LLM, AsyncLLM, RequestOutput, SamplingParams
+from modelrunner import LLM, AsyncLLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from modelrunner.errors import RequestError
 from modelrunner.testing import Driver, EngineProbe, P, Subject, dense, mixed, scripted
 
@@ -210,6 +210,20 @@ def test_log_probs_are_those_of_each_choice(prefix: bool) -> None:
         assert got.cumulative_logprob == pytest.approx(want.cumulative_logprob, abs=1e-3)
         assert [list(entry) for entry in got.logprobs or ()] == [list(entry) for entry in want.logprobs or ()]
     assert driver.engine.scheduler.stats.cached_tokens >= 6 * FULL_PAGES
+    EngineProbe(driver).assert_clean()
+
+
+def test_each_choice_goes_its_own_way_through_a_grammar() -> None:
+    """All are compiled for; who is ready first computes the prompt."""
+    pytest.importorskip("xgrammar")
+    params = SEEDED.model_copy(update={"structured_outputs": StructuredOutputsParams(regex="[ab]{9}"), "ignore_eos": False})
+    driver = Driver(dense().engine())
+    driver.add("a", LONG, params)
+    driver.finish()
+    texts = [completion.text for completion in driver.final("a").outputs]
+    assert [set(text) <= set("ab") and len(text) == 9 for text in texts] == [True] * 4
+    assert len(set(texts)) > 1
+    assert driver.engine.scheduler.stats.cached_tokens == 3 * FULL_PAGES
     EngineProbe(driver).assert_clean()
 
 

@@ -3,6 +3,7 @@
 A CUDA graph holds the 28 layers of a decode step of Qwen3-0.6B (projection, attention, output, and the two products of the gate), each of
 which waits for the one before; without attention in them they are the base line. So a configuration's figure is what attention, rotation
 and cache write cost where they stand, with the launches around them overlapping as they do in a step. `--dry`: once, tiny, interpreted.
+`--fp8`: with a cache of float8_e4m3fn.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ DRY, DEVICE, DTYPE, HEADS, KV_HEADS, DIM = bench.DRY, bench.DEVICE, bench.DTYPE,
 HIDDEN, INNER, LAYERS, BOUND = (32, 48, 2, 64) if DRY else (1024, 3072, 28, 4096)
 LENGTHS = {1: 1100, 2: 600, 4: 600, 8: 600, 16: 600, 24: 600, 32: 600, 48: 600, 64: 400, 128: 400, 256: 400, 1024: 290}
 OPS = linear.OVERRIDES
+KEPT = torch.float8_e4m3fn if "--fp8" in sys.argv else None
 
 
 SHAPES = (64, 4, 3, 2), (64, 4, 4, 2), (32, 2, 4, 4)  # block_keys, warps, stages, programs a multiprocessor
@@ -45,7 +47,17 @@ ONE = {  # launch: chunk, and which shape
 TWO = {8: [(256, 0)], 16: [(384, 0)], 32: [(1024, 0)], 48: [(512, 2)], 64: [(512, 2)], 128: [(512, 2)]}  # launches
 
 
+EIGHT_BITS = {  # rows: chunk, block_keys, warps, stages, programs; one launch up to 32 rows
+    8: [(256, 64, 4, 4, 2), (256, 64, 4, 2, 2)],
+    32: [(1024, 64, 4, 3, 2), (1024, 128, 4, 2, 2), (512, 64, 4, 4, 2)],
+    128: [(1024, 64, 2, 4, 4), (1024, 32, 2, 4, 6), (1024, 64, 4, 4, 2), (1024, 64, 4, 3, 3)],
+    1024: [(1024, 64, 2, 3, 4), (1024, 64, 2, 4, 3), (1024, 32, 2, 4, 5), (1024, 64, 4, 3, 3), (1024, 128, 4, 2, 2)],
+}
+
+
 def configs(rows: int) -> list[DecodeConfig]:
+    if KEPT is not None:
+        return [DecodeConfig(*values, fused=rows <= 32) for values in EIGHT_BITS.get(rows, [])]
     found = [(n, *SHAPES[i], False, True) for n, i in ONE.get(rows, [])] + [(n, *SHAPES[i]) for n, i in TWO.get(rows, [])]
     return [DecodeConfig(*values) for values in found]
 
@@ -55,13 +67,14 @@ class Layers:
 
     def __init__(self, rows: int, length: int, layers: int = LAYERS) -> None:
         lengths = torch.randint(length * 3 // 4, length * 5 // 4 + 1, (rows,)).tolist() if rows > 1 else [length]
-        self.step = step = bench.make_step([(n - 1, 1) for n in lengths], layers, num_decode=rows)
+        self.step = step = bench.make_step([(n - 1, 1) for n in lengths], layers, num_decode=rows, kept=KEPT)
         a, last = step.arguments, step.arguments["seq_len"].long() - 1
         a["block_table"] = torch.nn.functional.pad(a["block_table"], (0, BOUND // bench.PAGE - a["block_table"].shape[1]))
         page = a["block_table"].gather(1, (last // bench.PAGE).unsqueeze(1)).squeeze(1).long()
         a["slots"] = page * bench.PAGE + last % bench.PAGE
         step.limits["max_seq_len"] = BOUND
-        self.bytes = sum(lengths) * 2 * KV_HEADS * DIM * 2
+        self.bytes = sum(lengths) * 2 * KV_HEADS * DIM * step.caches[0].element_size()
+        self.scales = {} if KEPT is None else {"scales": torch.ones(2, KV_HEADS, device=DEVICE)}
         shapes = ((HEADS + 2 * KV_HEADS) * DIM, HIDDEN), (HIDDEN, HEADS * DIM), (2 * INNER, HIDDEN), (HIDDEN, INNER)
         self.weights = [[torch.randn(shape, dtype=DTYPE, device=DEVICE) * shape[1] ** -0.5 for shape in shapes] for _ in range(layers)]
         self.x = torch.randn(rows, HIDDEN, dtype=DTYPE, device=DEVICE)
@@ -71,7 +84,7 @@ class Layers:
 
     def attend(self, qkv: torch.Tensor, cache: torch.Tensor, work: AttentionWork) -> torch.Tensor:
         norms, slots = (self.head_norm, self.head_norm), self.step.arguments["slots"]
-        return gpu.qkv_attention(qkv, HEADS, KV_HEADS, *norms, 1e-6, self.cos_sin, cache, slots, work, scale=bench.SCALE)
+        return gpu.qkv_attention(qkv, HEADS, KV_HEADS, *norms, 1e-6, self.cos_sin, cache, slots, work, scale=bench.SCALE, **self.scales)
 
     def run(self, work: AttentionWork | None) -> torch.Tensor:
         x = self.x
@@ -87,14 +100,13 @@ class Layers:
         step, cache, rows = self.step, self.step.caches[-1], self.x.shape[0]
         qkv = torch.randn(rows, (HEADS + 2 * KV_HEADS) * DIM, device=DEVICE).to(DTYPE)
         got, written = self.attend(qkv, cache, step.work(decode=config)), cache.clone()
-        step.q = gpu.qkv_rope_write(
-            qkv, HEADS, KV_HEADS, self.head_norm, self.head_norm, 1e-6, self.cos_sin, cache, step.arguments["slots"], step.work()
-        )
+        norms, slots = (self.head_norm, self.head_norm), step.arguments["slots"]
+        step.q = gpu.qkv_rope_write(qkv, HEADS, KV_HEADS, *norms, 1e-6, self.cos_sin, cache, slots, step.work(), **self.scales)
         step.limits["max_seq_len"] = int(step.arguments["seq_len"].max())
         index = bench.reference.attention_index(cache, **step.arguments, num_heads=HEADS, dtype=DTYPE, **step.limits)
-        want = bench.reference.indexed_attention(step.q, cache, index, scale=bench.SCALE).float()
+        want = bench.reference.indexed_attention(step.q, cache, index, scale=bench.SCALE, **self.scales).float()
         step.limits["max_seq_len"] = BOUND
-        pairs = ((got.float(), want), (written.float(), cache.float()))
+        pairs = ((got.float(), want), *([(written.float(), cache.float())] if KEPT is None else []))
         return max(float(((x - y).abs() / (1.6e-2 + 1.6e-2 * y.abs())).nan_to_num(1e9).max()) for x, y in pairs)
 
 
@@ -131,6 +143,7 @@ def bench_rows(rows: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dry", action="store_true", help="tiny, in the interpreter; no times")
+    parser.add_argument("--fp8", action="store_true", help="with a cache of float8_e4m3fn")
     parser.add_argument("rows", nargs="*", type=int, default=list(LENGTHS))
     args = parser.parse_args()
     begin = time.time()

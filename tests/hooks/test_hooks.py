@@ -19,9 +19,10 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from grammar_world import written
 from signatures import signature
 
-from modelrunner import LLM, SamplingParams, hookimpl
+from modelrunner import LLM, SamplingParams, StructuredOutputsParams, hookimpl
 from modelrunner.cli import collect_commands
 from modelrunner.hookspecs import HookSpecs
 from modelrunner.plugin_contract import HOOKS, hook_arguments
@@ -208,6 +209,18 @@ def test_linear_scheme(example: Callable[[str], ModuleType]) -> None:
         stored = dict(engine.engine.assembly.state.module.named_buffers())
     assert {buffer.dtype for name, buffer in stored.items() if name.endswith("qweight")} == {torch.float16}
     assert len(output.outputs[0].token_ids) == 6
+
+
+def test_grammar_backend(example: Callable[[str], ModuleType]) -> None:
+    four = StructuredOutputsParams(regex="[0-9]{4}")
+    params = [SamplingParams(temperature=1, seed=i, structured_outputs=asked) for i, asked in enumerate([four, None, four])]
+    with llm(example("grammar_backend")) as engine:
+        first, _, last = engine.generate([PROMPTS[0]] * 3, params)
+        (other,) = engine.generate([PROMPTS[0]], SamplingParams(structured_outputs=StructuredOutputsParams(regex="a")))
+    for output in (first, last):
+        assert re.fullmatch("[0-9]{4}", written(output.outputs[0].token_ids))
+        assert output.outputs[0].finish_reason == "stop"
+    assert other.outputs[0].stop_reason == "structured_outputs.regex: only [0-9]{n} is understood"
 
 
 def test_observer(example: Callable[[str], ModuleType]) -> None:

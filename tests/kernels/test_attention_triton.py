@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from triton_world import DEVICE, DTYPES, agree, close
+from triton_world import DEVICE, DTYPES, ON_GPU, agree, close, close_in_8_bits
 
 from modelrunner.kernels.attention import prefill_list, reference, work_list
 from modelrunner.kernels.attention.gpu import OVERRIDES, indexed_attention, qkv_attention
@@ -19,6 +19,7 @@ from modelrunner.kernels.rope.reference import apply_rope
 
 SCALE = 0.3
 LAYERS = 3
+E4M3 = torch.float8_e4m3fn
 Row = tuple[int, int]
 
 
@@ -214,6 +215,40 @@ def test_a_cache_of_another_type() -> None:
     make_step(MIXED, num_decode=2, dtype=torch.float16, cache_dtype=torch.float32).check(CHUNKS)
 
 
+SCALES = torch.tensor([[0.3, 5.0], [0.07, 1.7]], device=DEVICE)  # of two heads' keys and values
+
+
+KEPT = [(dtype, SCALES) for dtype in DTYPES] + [(DTYPES[-1], None)]
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0], ids=["plain", "softcap"])
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize(("dtype", "scales"), KEPT)
+def test_decode_from_8_bits(dtype: torch.dtype, scales: torch.Tensor | None, config: str, softcap: float | None) -> None:
+    """Rows of one chunk and of several."""
+    step = make_step(DECODE, 7, num_decode=5, dtype=dtype, cache_dtype=E4M3)
+    step.check(CONFIGS[config], softcap=softcap, scales=scales)
+
+
+@pytest.mark.parametrize("prefill", [TILES, GATHERED], ids=["pages", "gathered"])
+@pytest.mark.parametrize(("dtype", "scales"), KEPT)
+def test_prompts_from_8_bits(dtype: torch.dtype, scales: torch.Tensor | None, prefill: PrefillConfig) -> None:
+    """Sinks are not scaled."""
+    sinks = torch.tensor([-40.0, -1.0, 0.0, 1.5, 4.0, 40.0], device=DEVICE)
+    window = None if prefill.gathered else 9
+    make_step(MIXED, 7, num_decode=2, window=window, dtype=dtype, cache_dtype=E4M3).check(CHUNKS, prefill, sinks=sinks, scales=scales)
+
+
+def test_large_queries_and_8_bits() -> None:
+    """Queries that float16 does not reach, and ones that it rounds."""
+    if not ON_GPU:
+        pytest.skip("the interpreter computes bfloat16 wrongly")
+    for size in (1e5, 1e-4):
+        step = make_step(MIXED, num_decode=2, dtype=torch.bfloat16, cache_dtype=E4M3)
+        step.q *= size
+        step.check(CHUNKS, TILES, scales=SCALES / size)
+
+
 @pytest.mark.parametrize("config", [ONE_BLOCK, CHUNKS], ids=["one_block", "chunks"])
 def test_all_layers_share_a_work_list(config: DecodeConfig) -> None:
     """The counters of finished chunks are ready for the next layer."""
@@ -354,7 +389,7 @@ class Fused:
         if self.norms[0] is not None:
             q, k = (rms_norm(x, weight, 1e-5) for x, weight in zip((q, k), self.norms, strict=True))
         step.q, k = apply_rope(q, k, None, self.cos_sin)
-        reference.write_cache(step.arena[:, 1], k, v, step.arguments["slots"])
+        reference.write_cache(step.arena[:, 1], k, v, step.arguments["slots"], scales=options.get("scales"))
         return step.want(**options), step.arena
 
     def check(self, config: DecodeConfig | None, **options: Any) -> None:
@@ -365,7 +400,10 @@ class Fused:
         )  # fmt: skip
         close(got[step.live], out[step.live], "paged_attention")
         assert got.isfinite().all()
-        close(step.arena, arena, "qkv_rope_write")
+        if arena.dtype == E4M3:
+            close_in_8_bits(step.arena, arena)
+        else:
+            close(step.arena, arena, "qkv_rope_write")
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -389,6 +427,16 @@ def test_fused_drafts_with_sinks_and_softcap(window: int | None, config: str) ->
 @pytest.mark.parametrize("heads", [(9, 3, 64), (4, 4, 96)], ids=lambda h: "-".join(map(str, h)))
 def test_fused_head_shapes(heads: tuple[int, int, int]) -> None:
     Fused(make_step([(40, 1), (70, 1)], num_decode=2, heads=heads), heads[2], True).check(None)
+
+
+@pytest.mark.parametrize("config", ["chunks", "whole"])
+@pytest.mark.parametrize(("dtype", "scales"), KEPT)
+def test_fused_decode_into_8_bits(dtype: torch.dtype, scales: torch.Tensor | None, config: str) -> None:
+    """A new key is attended to as it is kept, also where it does not fit."""
+    step = make_step([(62, 1), (0, 1), (0, 0), (31, 1), (16, 1), (32, 1)], 7, num_decode=6, dtype=dtype, cache_dtype=E4M3)
+    fused = Fused(step, 16, True)
+    fused.qkv[:, -20:] *= 1e4
+    fused.check(CONFIGS[config], scales=scales)
 
 
 def test_a_fused_mixed_step_takes_two_launches() -> None:
