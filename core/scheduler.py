@@ -166,7 +166,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self.admission.queue) + len(self.admission.parked)
+        return len(self.admission.queue) + len(self.admission.parked) + len(self.admission.forks)
 
     @property
     def num_running(self) -> int:
@@ -372,6 +372,7 @@ class Scheduler:
             request = self.request_at(row)
             assert request is not None, f"row {row} has no request"
             request.first_token_time = now
+            self.admission.prompt_is_there(request)
 
     def _finish_rows(self, rows: Int32Array, codes: Int32Array) -> list[Request]:
         """End the requests whose record carries a finish code."""
@@ -383,7 +384,8 @@ class Scheduler:
                 self.admission.distrust(row)
             self.admission.release(request)
             last = request.output_token_ids[-1] if code == Finish.STOP else None
-            self._end(request, REASONS[Finish(code)], last if last in request.params.stop_token_ids else None)
+            stop = last if last in request.params.stop_token_ids else None
+            self._end(request, REASONS[Finish(code)], request.failure if code == Finish.ERROR else stop)
             finished.append(request)
         if finished:
             self._refresh_running()

@@ -164,7 +164,7 @@ class LinearSettings(Section):
     """How the weights of linear layers are stored and applied."""
 
     scheme: str = Field(default="auto", min_length=1)
-    """Name of a linear scheme offer (plain, packed, int8, or a plugin's); auto is packed for 16-bit weights on an x86 CPU, else plain."""
+    """Name of a linear scheme offer (plain, packed, int8, or a plugin's); auto is packed for float weights on an x86 CPU, else plain."""
 
 
 class SamplerSettings(Section):

@@ -66,7 +66,8 @@ def builds(kind: str, rows: int, outputs: int, inner: int, dtype: str = "bf16") 
         kernel = (tile_kernel, signature, none | common | constants, way.warps, way.stages)
         found.append(Build(*kernel, 16, divisible=_DIVISIBLE, capabilities=capabilities))
     if split > 1:
-        constants = {"BLOCK_K": triton.next_power_of_2(inner), "BLOCK": SUM_BLOCK} | ({} if "norm_ptr" in given else {"x_ptr": None})
+        none = {name: None for name in none if name in ("scale_ptr", "residual_ptr")} | ({} if "norm_ptr" in given else {"x_ptr": None})
+        constants = {"BLOCK_K": triton.next_power_of_2(inner), "BLOCK": SUM_BLOCK}
         # A100's compiler spills a little where eight parts of gate and up meet the norm.
         found.append(Build(sum_kernel, signature, none | common | constants, 2, max_spill_bytes=32, divisible=_DIVISIBLE))
     return found
@@ -82,7 +83,7 @@ def _stream_builds(tiles: Stream, kind: str, inner: int, dtype: str) -> list[Bui
     common: dict[str, Any] = {"K": inner, "SPLIT": tiles.split, "ACT": act, "PDL": True}
     constants = {"BT": tiles.bt, "BN": tiles.bn, "BK": tiles.bk, "AHEAD": tiles.ahead, "CHUNK": tiles.chunk} | dict.fromkeys(none)
     shape = (tiles.warps, tiles.stages)
-    found = [Build(stream_kernel, signature, common | constants, *shape, divisible=_DIVISIBLE, capabilities=(90, 100))]
+    found = [Build(stream_kernel, signature, common | constants, *shape, 16, divisible=_DIVISIBLE, capabilities=(90, 100))]
     if split:
         given = {"part_ptr": "*fp32", "out_ptr": f"*{dtype}"} | ({"residual_ptr": f"*{dtype}"} if kind == "add" else {})
         absent = {name: None for name in ("x_ptr", "scale_ptr", "residual_ptr") if name not in given}
