@@ -29,6 +29,7 @@ __all__ = [
     "ALIASES",
     "CacheSettings",
     "DeviceSettings",
+    "GrammarSettings",
     "GraphSettings",
     "LinearSettings",
     "ModelSettings",
@@ -134,8 +135,9 @@ class SchedulerSettings(Section):
     """Most tokens that one step computes, over all requests."""
 
     max_mixed_tokens: int = Field(default=512, ge=1, le=2**20)
-    """The same for a step in which at least four requests decode for each pending prompt, so that a long prompt does not hold them up; half
-    of it goes to prompts in any case, and without chunked_prefill it has no effect."""
+    """The same for a step in which at least four requests decode for each pending prompt, so that a long prompt does not hold them up. It
+    grows in proportion where these read more than six times the weights' bytes of the cache; half of it goes to prompts in any case, and
+    without chunked_prefill it has no effect."""
 
     policy: Literal["fcfs", "priority"] = "fcfs"
     """Order of admission: fcfs is first come, first served; priority takes the lowest priority number first, then the first come."""
@@ -162,7 +164,7 @@ class LinearSettings(Section):
     """How the weights of linear layers are stored and applied."""
 
     scheme: str = Field(default="auto", min_length=1)
-    """Name of a linear scheme offer (plain, packed, int8, or a plugin's); auto is packed for 16-bit weights on an x86 CPU, else plain."""
+    """Name of a linear scheme offer (plain, packed, int8, or a plugin's); auto is packed for float weights on an x86 CPU, else plain."""
 
 
 class SamplerSettings(Section):
@@ -211,6 +213,28 @@ class SamplerSettings(Section):
     def _short_mode(cls, mode: Any) -> Any:
         """Accept vLLM's names too."""
         return mode.removesuffix("_logprobs") if isinstance(mode, str) else mode
+
+
+class GrammarSettings(Section):
+    """Structured output."""
+
+    compile_limit: float = Field(default=10.0, gt=0)
+    """Seconds that a request waits for its grammar to be compiled; then it ends with an error. Loading the backend is not counted."""
+
+    compile_threads: int = Field(default=2, ge=1, le=64)
+    """Grammars that are compiled at the same time, beside the engine's loop."""
+
+    kept_grammars: int = Field(default=64, ge=1, le=65536)
+    """Compiled grammars that are remembered for later requests, the newest ones."""
+
+    max_bytes: int = Field(default=262144, ge=1, le=2**24)
+    """Most bytes of one request's schema, expression, grammar or list of choices."""
+
+    max_whitespace: int = Field(default=16, ge=0, le=4096)
+    """Most white space in a row between the parts of a JSON document; 0 allows none but a space after a comma or a colon."""
+
+    fill_seconds: float = Field(default=0.005, gt=0)
+    """Seconds for which a turn of the loop makes masks while a step runs; requests whose masks are not made then wait for a later step."""
 
 
 class GraphSettings(Section):
@@ -273,6 +297,9 @@ class PinSettings(Section):
     linear_scheme: str | None = None
     """Name of the offer that stores linear weights; none lets linear.scheme decide."""
 
+    grammar_backend: str | None = None
+    """Name of the offer that compiles grammars; none chooses by fit."""
+
     def of(self, hook: str) -> str | None:
         """The name pinned for `hook`. (The field for the hook `model_config` has another name in Python: pydantic keeps that one.)"""
         if hook not in field_names(type(self)):
@@ -312,6 +339,8 @@ class RunnerSettings(BaseSettings):
     """How the weights of linear layers are stored and applied."""
     sampler: SamplerSettings = SamplerSettings()
     """Capacities of the sampler's columns."""
+    grammar: GrammarSettings = GrammarSettings()
+    """Structured output."""
     graphs: GraphSettings = GraphSettings()
     """Captured graphs and the batch shapes that they are padded to."""
     process: ProcessSettings = ProcessSettings()

@@ -36,20 +36,29 @@ def kernels(register: Register, device: Device) -> None:
 def linear_scheme(card: ModelCard, device: Device, settings: RunnerSettings) -> list[Offer[type[LinearScheme]] | Decline] | None:
     if device.type != "cpu":
         return None
-    from modelrunner.kernels.linear import fbgemm
-
     if card.quantization is not None:
         return [Decline("packed weights are made from float weights")]
-    if problem := fbgemm.problem():
-        return [Decline(problem)]
-    answers: list[Offer[type[LinearScheme]] | Decline] = [
-        Offer("int8", _int8, "fallback", "8-bit weights packed for the CPU, integer products", frozenset({"int8"}))
-    ]
-    if settings.model.dtype in HALF:
-        answers.append(Offer("packed", _half, "family", "16-bit weights packed for the CPU", frozenset({"plain"})))
+    return [_packed_floats(settings.model.dtype), _packed_integers()]
+
+
+def _packed_floats(dtype: str) -> Offer[type[LinearScheme]] | Decline:
+    """`packed` for the model's type: FBGEMM's products with 16-bit weights, oneDNN's with 32-bit ones, which a CPU takes unasked."""
+    from modelrunner.kernels.linear import fbgemm, onednn
+
+    plain = frozenset({"plain"})
+    if dtype in HALF:
+        problem, load, reason = fbgemm.problem(), _half, "16-bit weights packed for the CPU"
     else:
-        answers.append(Decline(f"packed weights have 16 bits ({' or '.join(HALF)}); model.dtype is {settings.model.dtype}"))
-    return answers
+        problem, load, reason = onednn.problem(), _float, "large float32 weights packed for the CPU"
+    return Offer("packed", load, "family", reason, plain) if problem is None else Decline(f"packed: {problem}")
+
+
+def _packed_integers() -> Offer[type[LinearScheme]] | Decline:
+    from modelrunner.kernels.linear import fbgemm
+
+    if problem := fbgemm.problem():
+        return Decline(f"int8: {problem}")
+    return Offer("int8", _int8, "fallback", "8-bit weights packed for the CPU, integer products", frozenset({"int8"}))
 
 
 @hookimpl
@@ -64,7 +73,7 @@ def attention_backend(group: CacheGroup, device: Device, settings: RunnerSetting
         return Decline("rows: has no softcap and no sinks")
     if settings.cache.dtype == "float8_e4m3fn":
         return Decline("rows: cache.dtype is float8_e4m3fn, and it applies no scales; paged does")
-    return Offer("rows", _rows, "family", "each row with exactly its own keys; lengths are read by the host", frozenset({"paged"}))
+    return Offer("rows", _rows, "family", "rows of about one length together; lengths are read by the host", frozenset({"paged"}))
 
 
 def _rows() -> type[AttentionBackend]:
@@ -77,6 +86,12 @@ def _half() -> type[LinearScheme]:
     from modelrunner.packed_scheme import PackedHalfScheme
 
     return PackedHalfScheme
+
+
+def _float() -> type[LinearScheme]:
+    from modelrunner.packed_scheme import PackedFloatScheme
+
+    return PackedFloatScheme
 
 
 def _int8() -> type[LinearScheme]:

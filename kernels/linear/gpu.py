@@ -13,7 +13,7 @@ from modelrunner.kernels.linear.fixed import SUM_BLOCK as FIXED_SUM_BLOCK
 from modelrunner.kernels.linear.fixed import fixed_int8_matmul, fixed_kernel, fixed_matmul, fixed_sum_kernel, fixed_tiles
 from modelrunner.kernels.linear.gemv import gemv_kernel
 from modelrunner.kernels.linear.launch import SUM_BLOCK, SUM_WARPS
-from modelrunner.kernels.linear.plan import Gemv, Stream, plan
+from modelrunner.kernels.linear.plan import Gemv, Stream, added, plan
 from modelrunner.kernels.linear.products import int8_matmul, matmul, matmul_add, norm_gated_matmul, norm_matmul
 from modelrunner.kernels.linear.stream import stream_kernel
 from modelrunner.kernels.linear.tiles import sum_kernel, tile_kernel
@@ -36,6 +36,8 @@ def builds(kind: str, rows: int, outputs: int, inner: int, dtype: str = "bf16") 
     act = SILU if kind == "gated" else 0
     norm, bits = kind in ("norm", "gated"), 16 if dtype != "fp32" else 32
     tiles = plan(rows, outputs, inner, bits, act != 0, norm, dtype == "fp16", kind != "int8")
+    if tiles is None and kind == "add":
+        tiles = added(rows, outputs, inner, bits)
     if tiles is None:
         return []
     if isinstance(tiles, Stream):
@@ -92,7 +94,7 @@ def _stream_builds(tiles: Stream, kind: str, inner: int, dtype: str) -> list[Bui
 
 BUILDS: list[Build] = [
     build
-    for rows in (1, 4, 16, 32, 64, 128)
+    for rows in (1, 4, 16, 32, 64, 128, 192, 256)
     for kind, outputs, inner in [
         ("norm", 4096, 1024),  # Qwen3-0.6B: qkv, o, gate and up, down, head
         ("add", 1024, 2048),

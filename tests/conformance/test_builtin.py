@@ -7,12 +7,13 @@ from typing import ClassVar
 import pytest
 import torch
 
+from modelrunner import packed_scheme
 from modelrunner.devices.cpu import CpuDevice
 from modelrunner.devices.cuda import CudaDevice
 from modelrunner.devices.deferred import DeferredCpuDevice
-from modelrunner.kernels.linear import fbgemm
+from modelrunner.kernels.linear import fbgemm, onednn
 from modelrunner.linear import Int8Scheme, PlainScheme
-from modelrunner.packed_scheme import PackedHalfScheme, PackedInt8Scheme
+from modelrunner.packed_scheme import PackedFloatScheme, PackedHalfScheme, PackedInt8Scheme
 from modelrunner.testing.conformance import DeviceConformance, LinearSchemeConformance
 
 
@@ -39,6 +40,16 @@ class TestPackedBfloat16(LinearSchemeConformance):
 class TestPackedFloat16(LinearSchemeConformance):
     scheme = PackedHalfScheme
     dtypes = (torch.float16,)
+
+
+@pytest.mark.skipif(onednn.problem() is not None, reason=str(onednn.problem()))
+class TestPackedFloat32(LinearSchemeConformance):
+    scheme = PackedFloatScheme
+    dtypes = (torch.float32,)
+
+    @pytest.fixture(autouse=True)
+    def _sizes_of_both_kinds(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(packed_scheme, "LARGE", 1000)
 
 
 @needs_fbgemm

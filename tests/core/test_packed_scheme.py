@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
-from modelrunner.kernels.linear import fbgemm
+from modelrunner import LLM, SamplingParams, packed_scheme
+from modelrunner.assemble import Chooser, resolve_ops, settle
+from modelrunner.checkpoint import ModelCard
+from modelrunner.kernels.linear import fbgemm, onednn
 from modelrunner.kernels.linear.reference import int8_matmul, matmul
-from modelrunner.linear import Int8Scheme, Linear, LinearFactory, LinearScheme, quantised_rows
+from modelrunner.linear import Int8Scheme, Linear, LinearFactory, LinearScheme, PlainScheme, quantised_rows
 from modelrunner.ops import Ops
-from modelrunner.packed_scheme import PackedHalfScheme, PackedInt8Scheme
+from modelrunner.packed_scheme import PackedFloatScheme, PackedHalfScheme, PackedInt8Scheme
+from modelrunner.plugin_manager import PluginManager
+from modelrunner.testing import P
+from modelrunner.testing.tiny import tiny_dense
 
 pytestmark = pytest.mark.skipif(fbgemm.problem() is not None, reason=str(fbgemm.problem()))
 CPU = torch.device("cpu")
 OPS = Ops({"matmul": matmul, "int8_matmul": int8_matmul}, {})
-SCHEMES = [(PackedHalfScheme, torch.bfloat16), (PackedInt8Scheme, torch.float32)]
+SCHEMES = [(PackedHalfScheme, torch.bfloat16), (PackedInt8Scheme, torch.float32), (PackedFloatScheme, torch.float32)]
+needs_onednn = pytest.mark.skipif(onednn.problem() is not None, reason=str(onednn.problem()))
+
+
+def all_ops() -> Ops:
+    manager = PluginManager.load()
+    settings = settle({"device.name": "cpu"}, manager)
+    return resolve_ops(manager, manager.choose("device", pin="cpu", settings=settings).load()(settings))
 
 
 def layer_of(scheme: type[LinearScheme], dtype: torch.dtype, inner: int, *parts: int) -> Linear:
@@ -48,6 +63,12 @@ def test_weights_that_float16_cannot_hold_stay_in_the_models_type(odd: float) ->
     torch.testing.assert_close(layer(x), matmul(x, weight.bfloat16()), rtol=0.01, atol=0.05)
 
 
+@pytest.fixture
+def small_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_scheme, "LARGE", 1)
+
+
+@pytest.mark.usefixtures("small_is_large")
 @pytest.mark.parametrize(("scheme", "dtype"), SCHEMES)
 def test_new_weights_for_one_part_keep_the_others(scheme: type[LinearScheme], dtype: torch.dtype) -> None:
     """Bit for bit, however often; before and after the layer was used."""
@@ -65,6 +86,7 @@ def test_new_weights_for_one_part_keep_the_others(scheme: type[LinearScheme], dt
     assert torch.equal(layer(x), fresh(x))
 
 
+@pytest.mark.usefixtures("small_is_large")
 @pytest.mark.parametrize(("scheme", "dtype"), SCHEMES)
 def test_only_the_packed_weight_is_kept(scheme: type[LinearScheme], dtype: torch.dtype) -> None:
     layer = layer_of(scheme, dtype, 48, 32, 16)
@@ -107,3 +129,91 @@ def test_int8_weights_are_those_of_the_plain_scheme() -> None:
     qweight, scale = fbgemm.unpack_int8(packed.__dict__["storage"].packed)
     assert torch.equal(qweight, plain.qweight)
     assert torch.equal(scale, plain.scale)
+
+
+@needs_onednn
+def test_float32_packs_large_layers_and_keeps_their_weights_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_scheme, "LARGE", 64 * 48)
+    large, small = layer_of(PackedFloatScheme, torch.float32, 64, 40, 8), layer_of(PackedFloatScheme, torch.float32, 64, 40, 7)
+    weight = torch.randn(48, 64)
+    for layer in (large, small):
+        layer.load(0, weight[:40])
+        layer.load(1, weight[40 : layer.out_features])
+    assert torch.equal(onednn.unpack(large.__dict__["storage"].packed), weight)
+    assert not large.state_dict()
+    assert torch.equal(small.weight, weight[:47])
+
+
+@needs_onednn
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="oneDNN's older kernels do not promise it")
+@pytest.mark.usefixtures("small_is_large")
+def test_float32_rows_are_the_same_whatever_stands_beside_them() -> None:
+    layer, x = layer_of(PackedFloatScheme, torch.float32, 576, 2000), torch.randn(65, 576)
+    layer.load(0, torch.randn(2000, 576))
+    together = layer(x)
+    assert layer.__dict__["storage"].packed is not None
+    assert all(torch.equal(layer(x[i : i + n]), together[i : i + n]) for i, n in ((0, 1), (3, 2), (10, 33)))
+
+
+class SmallNorm:
+    weight = torch.nn.Parameter(torch.rand(64), requires_grad=False)
+    eps = 1e-5
+
+
+@needs_onednn
+@pytest.mark.parametrize("large", [1, packed_scheme.LARGE])
+def test_float32_products_with_what_stands_around_them_are_the_plain_schemes(large: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_scheme, "LARGE", large)
+    ops = all_ops()
+    weight, x, residual = torch.randn(48, 64), torch.randn(5, 64), torch.randn(5, 48)
+    mine, plain = (LinearFactory(scheme(ops, torch.float32, CPU))(64, (24, 24)) for scheme in (PackedFloatScheme, PlainScheme))
+    for layer in (mine, plain):
+        layer.load(0, weight[:24])
+        layer.load(1, weight[24:])
+    kept = residual.clone()
+    for call in (
+        lambda layer: layer(x),
+        lambda layer: layer.normed(x, SmallNorm()),
+        lambda layer: layer.added(x, residual),
+        lambda layer: layer.gated(x, SmallNorm(), "silu_mul"),
+        lambda layer: layer.gated(x, SmallNorm(), "gelu_tanh_mul"),
+    ):
+        torch.testing.assert_close(call(mine), call(plain), rtol=1e-4, atol=1e-4)
+    assert torch.equal(residual, kept)
+
+
+def test_a_cpu_packs_floats_of_every_type_unless_told_otherwise() -> None:
+    manager = PluginManager.load()
+    card = ModelCard("m", Path(), "safetensors", (), "m")
+
+    def chosen(**given: str) -> type[LinearScheme]:
+        settings = settle({"device.name": "cpu", **given}, manager)
+        device = manager.choose("device", pin="cpu", settings=settings).load()(settings)
+        scheme: type[LinearScheme] = Chooser(manager, settings)(
+            "linear_scheme", setting="linear.scheme", card=card, device=device, settings=settings
+        )
+        return scheme
+
+    assert chosen() is chosen(**{"model.dtype": "float32"}) is PackedFloatScheme
+    assert chosen(**{"model.dtype": "bfloat16"}) is PackedHalfScheme
+    assert chosen(**{"linear.scheme": "int8"}) is PackedInt8Scheme
+    assert chosen(**{"linear.scheme": "plain"}) is PlainScheme
+
+
+@needs_onednn
+def test_an_engine_with_packed_float32_says_what_plain_weights_say_after_new_ones_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_scheme, "LARGE", 1)
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
+    prompts = [P(length, length) for length in (3, 17, 40, 41)]
+    first, second = (tiny_dense(seed, tie_word_embeddings=True) for seed in (1, 2))
+    said = {}
+    for scheme in ("plain", "auto"):
+        settings = {"device.name": "cpu", "linear.scheme": scheme, "model.skip_tokenizer_init": True, "model.max_model_len": 64}
+        with LLM(str(first), **settings) as llm:
+            before = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+            llm.update_weights(str(second))
+            said[scheme] = before, [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+            packed = [layer for layer in llm.engine.runner.state.module.modules() if "storage" in layer.__dict__]
+            assert len(packed) == (0 if scheme == "plain" else 9), "four layers of each of two, and the head"
+    assert said["auto"] == said["plain"]
+    assert said["auto"][0] != said["auto"][1]

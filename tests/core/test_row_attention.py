@@ -1,4 +1,4 @@
-"""Attention that gives each row exactly its own keys, against the reference, with NaN wherever nothing may be read."""
+"""Attention that knows how long each row is, against the reference, with NaN wherever nothing may be read."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import torch
 
 from modelrunner.assemble import resolve_ops, settle
 from modelrunner.attention import AttentionMeta, Rotary
+from modelrunner.backends import rows as rows_backend
 from modelrunner.backends.paged import PagedAttention
-from modelrunner.backends.rows import KEYS_AT_ONCE, RowAttention
+from modelrunner.backends.rows import RowAttention
 from modelrunner.model_state import FullAttention, SlidingWindow
 from modelrunner.plugin_manager import PluginManager
 
@@ -113,11 +114,20 @@ def test_it_gives_what_the_reference_gives(name: str, padding: int, window: int 
         assert not caches[0][NULL].any()
 
 
-def test_long_rows_of_one_length_are_taken_some_at_a_time() -> None:
-    rows = [(KEYS_AT_ONCE // 2 - 1, 1)] * 3
-    cache, meta = step(rows, 3, None)
+def test_rows_attend_together_as_far_as_memory_and_padding_allow(monkeypatch: pytest.MonkeyPatch) -> None:
+    key = 2 * KV_HEADS * DIM * torch.float32.itemsize
+    monkeypatch.setattr(rows_backend, "PIECE", 40 * key)
+    monkeypatch.setattr(rows_backend, "PADDING", 3 * key)
+    lengths = [9, 30, 12, 0, 10, 13, 12, 12]
+    cache, meta = step([(max(length - 1, 0), min(length, 1)) for length in lengths], len(lengths), None)
     attention = RowAttention(group(None), cache, ops(), torch.float32)
-    assert [piece.tokens for piece in attention.begin(meta).pieces] == [slice(0, 2), slice(2, 3)]
+    pieces = attention.begin(meta).pieces
+    tokens = [list(range(8))[p.tokens] if isinstance(p.tokens, slice) else p.tokens.tolist() for p in pieces]
+    assert tokens == [[0, 2, 4], [5, 6, 7], [1]], "9 to 12 keys, two of 12 with 13, for which there was no room, and 30"
+    assert [piece.keys for piece in pieces] == [12, 13, 30]
+    assert pieces[2].mask is None
+    assert pieces[0].mask is not None
+    assert torch.isinf(pieces[0].mask).sum((1, 2, 3)).tolist() == [3, 0, 2]
 
 
 def test_it_is_what_a_cpu_takes_unless_the_group_wants_more() -> None:
