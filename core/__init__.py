@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from modelrunner.async_llm import AsyncLLM
+    from modelrunner.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from modelrunner.engine import Engine
     from modelrunner.hookspecs import hookimpl
     from modelrunner.llm import LLM
+    from modelrunner.logits_processors import LogitsProcessor
     from modelrunner.logprobs import Logprob
     from modelrunner.observers import Observer, RequestFinish, RequestStart, StepReport
     from modelrunner.offers import Decline, Offer
@@ -27,6 +29,9 @@ _EXPORTS = {
     "LLM": "llm",
     "AsyncLLM": "async_llm",
     "Engine": "engine",
+    "BeamSearchParams": "beam_search",
+    "BeamSearchOutput": "beam_search",
+    "BeamSearchSequence": "beam_search",
     "SamplingParams": "request",
     "StructuredOutputsParams": "structured_outputs",
     "RequestOutput": "request",
@@ -37,6 +42,7 @@ _EXPORTS = {
     "Offer": "offers",
     "Decline": "offers",
     "hookimpl": "hookspecs",
+    "LogitsProcessor": "logits_processors",
     "Tap": "taps",
     "Result": "taps",
     "ModelInfo": "taps",
@@ -49,9 +55,13 @@ _EXPORTS = {
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "CompletionOutput",
     "Decline",
     "Engine",
+    "LogitsProcessor",
     "Logprob",
     "ModelInfo",
     "Observer",

@@ -34,7 +34,7 @@ from modelrunner.request import merged_eos
 from modelrunner.request_table import RUN_OVERHEAD, Column, RequestTable
 from modelrunner.runner import Runner
 from modelrunner.runner_parts import Parts
-from modelrunner.sampler import Sampler, default_stages
+from modelrunner.sampler import Functions, ProcessorRegistry, Processors, Sampler, default_stages
 from modelrunner.settings import Resolved, RunnerSettings, load_settings, merge_sections
 from modelrunner.step_buffers import Buckets
 from modelrunner.tap_set import StateOutputs, TapSet
@@ -133,9 +133,11 @@ def assemble(arguments: Mapping[str, Any], plugins: Sequence[object] = ()) -> As
         check_cache(settings, device, needs, dtype)
         scales = CacheScales(needs.cache_groups, cache_dtype, device.torch_device)
         build_module(choose, reader, card, state, dtype, device, ops, scales)
-    sampler = Sampler(ops, default_stages())
-    taps, needs = collect_taps(manager, card, settings, state, needs, dtype, device)
     max_model_len = min(settings.model.max_model_len or needs.max_model_len, needs.max_model_len)
+    tap_points = needs.tap_points if isinstance(state.supports("taps"), Yes) else ()
+    info = ModelInfo(card, settings, tap_points, needs.hidden_size, needs.vocab_size, max_model_len, dtype, device.torch_device)
+    taps, needs = collect_taps(manager, info, state, needs)
+    sampler = Sampler(ops, default_stages(collect_processors(manager, info), Functions()))
     page_bytes, layouts = pages_of(needs, settings, dtype)
     attending = {layout.group.name: attention_backend(choose, layout, device, scales) for layout in layouts}
     guides = make_guides(choose, card, tokenizer, needs.vocab_size)
@@ -212,7 +214,9 @@ class MayBeDeterministic(Protocol):
     deterministic: bool
 
 
-def require_deterministic(settings: RunnerSettings, component: MayBeDeterministic, what: str, setting: str) -> None:
+def require_deterministic(
+    settings: RunnerSettings, component: MayBeDeterministic | type[AttentionBackend], what: str, setting: str
+) -> None:
     """Raise SettingsError if the mode is on and the component cannot be so. setting: by which another is taken."""
     if settings.device.deterministic and not component.deterministic:
         raise SettingsError(
@@ -331,18 +335,20 @@ def collect_objects(manager: PluginManager, hook: str, **arguments: Any) -> list
     return found
 
 
-def collect_taps(
-    manager: PluginManager, card: ModelCard, settings: RunnerSettings, state: ModelState, needs: Needs, dtype: torch.dtype, device: Device
-) -> tuple[TapSet, Needs]:
+def collect_processors(manager: PluginManager, info: ModelInfo) -> Processors:
+    """The logits processors that plugins bring."""
+    registry = ProcessorRegistry()
+    manager.call("logits_processors", register=registry, model_info=info)
+    return Processors(registry)
+
+
+def collect_taps(manager: PluginManager, info: ModelInfo, state: ModelState, needs: Needs) -> tuple[TapSet, Needs]:
     """The taps that plugins bring for this model, and `needs` with those of the taps."""
-    points = needs.tap_points if isinstance(state.supports("taps"), Yes) else ()
-    max_model_len = min(settings.model.max_model_len or needs.max_model_len, needs.max_model_len)
-    info = ModelInfo(card, settings, points, needs.hidden_size, needs.vocab_size, max_model_len, dtype, device.torch_device)
     found: list[tuple[str, Tap]] = collect_objects(manager, "taps", model_info=info)
     if needs.results:
         found.append((f"the model state {type(state).__name__}", StateOutputs(state, needs.results)))
-    taps = TapSet(found, replace(needs, tap_points=points))
-    columns, buffers = (*needs.columns, *taps.columns(settings)), (*needs.buffers, *taps.buffers)
+    taps = TapSet(found, replace(needs, tap_points=info.tap_points))
+    columns, buffers = (*needs.columns, *taps.columns(info.settings)), (*needs.buffers, *taps.buffers)
     return taps, replace(needs, columns=columns, buffers=buffers)
 
 

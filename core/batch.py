@@ -30,7 +30,7 @@ class Finish(IntEnum):
 class Feature(IntFlag):
     """What a row asks of a step, above all of its tail. The plan carries the union over its rows and so chooses the tail's kind.
 
-    Bits from 256 to 2**29 belong to taps, one each (see `tap_set`).
+    Bits from 256 to 2**29 belong to taps, one each (see `tap_set`); those from PROCESSOR_BIT on to Python functions and logits processors.
     """
 
     GREEDY = 0
@@ -47,6 +47,7 @@ class Feature(IntFlag):
     ALL_PROMPT_LOGPROBS = 1 << 35  # goes with PROMPT_LOGPROBS
 
 
+PROCESSOR_BIT = 1 << 40  # the first one stands for Python functions, each of the next for a logits processor
 EDITED = Feature.ALLOWED | Feature.BIASED | Feature.KEPT_GOING | Feature.BANNED | Feature.PENALISED  # logits change before the draw
 
 
@@ -62,7 +63,7 @@ class Record(IntEnum):
     GENERATION = 1
     NUM_TOKENS = 2  # tokens sampled in the step: 0 for a chunk that is not the last, or a finished row
     FINISH = 3
-    LOGPROB = 4  # offset into the step's log-prob buffer, -1 for none
+    LOGPROB = 4  # -1: log-probs leave by a ring of their own (`step_logprobs`)
     TOKENS = 5
 
 
@@ -227,3 +228,9 @@ class Batch:
     columns: Mapping[str, torch.Tensor]
     buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
     prompts: Prompts | None = None
+
+    def per_row(self, column: str) -> torch.Tensor:
+        """D. A column's values of the step's rows: [N], or [N, width]; of a seated column, the elements in the row's seat (or defaults)."""
+        values = self.columns[column].index_select(0, self.rows)
+        lines = self.columns.get(f"{column}.seats")
+        return values if lines is None else lines[values.long()]

@@ -26,9 +26,11 @@ from modelrunner.assemble import Assembly, assemble
 from modelrunner.batch import Drain, Plan, Ticket
 from modelrunner.caches import free_arena, restore_arena
 from modelrunner.checkpoint import ModelCard
+from modelrunner.choices import Choices, choices_of
 from modelrunner.errors import CapacityWarning, EngineError, PluginWarning, RequestError, warn_caller
 from modelrunner.guides import End
 from modelrunner.logprobs import keep_logprobs
+from modelrunner.memory_profile import weight_bytes
 from modelrunner.model_state import No
 from modelrunner.outputs import OutputProcessor
 from modelrunner.page_pool import PagePool
@@ -38,6 +40,7 @@ from modelrunner.scheduler import Scheduler
 from modelrunner.settings import RunnerSettings
 from modelrunner.step_books import Committed
 from modelrunner.text import Tokenizer
+from modelrunner.token_budget import usual_context
 from modelrunner.watch import Watch
 from modelrunner.weights import load_tensors
 
@@ -62,7 +65,8 @@ class Engine:
         self.guides = self.assembly.guides
         self.watch = Watch(self.assembly.observers, self.scheduler)
         self.tickets: deque[Ticket] = deque()
-        self.requests: dict[str, Request] = {}
+        self.requests: dict[str, Request] = {}  # one for each choice
+        self.choices = Choices()
         self.failure: BaseException | None = None
         self.closed = False
         self._ended: list[Request] = []  # finished by the host since the last step
@@ -83,6 +87,7 @@ class Engine:
             max_rows=scheduler.max_rows,
             max_batched_tokens=scheduler.max_batched_tokens,
             max_mixed_tokens=scheduler.max_mixed_tokens,
+            usual_context=usual_context(weight_bytes(parts.state.module), parts.layouts, parts.resolved.page_bytes),
             max_model_len=parts.resolved.max_model_len,
             policy=scheduler.policy,
             chunked_prefill=scheduler.chunked_prefill,
@@ -128,11 +133,14 @@ class Engine:
         priority: int = 0,
         deadline: float | None = None,
         cache_salt: str | None = None,
+        choice: int = 0,
+        fork: str | None = None,
     ) -> None:
         """Queue a request. Raises RequestError, and takes nothing, when it cannot be served as it was put.
 
         prompt: text, token ids, or {"prompt": ...} / {"prompt_token_ids": [...]}, which may hold `cache_salt`. priority: lower runs
-        earlier under the `priority` policy. deadline: seconds from now after which it ends with finish reason `timeout`.
+        earlier under the `priority` policy. deadline: seconds from now after which it ends with finish reason `timeout`. choice, fork: for
+        a caller that puts each of several answers to one prompt as a request of its own: which one it is, and what names them all.
         """
         self._check_alive()
         request = make_request(
@@ -149,9 +157,30 @@ class Engine:
             seed=secrets.randbits(63),
             now=time.monotonic(),
         )
+        self.choices.check(request_id)
+        request.choice, request.fork = choice, fork
+        requests = choices_of(request)
+        taken: list[Request] = []
+        try:
+            for each in requests:
+                self._queue(each)
+                taken.append(each)
+        except BaseException:
+            for each in taken:
+                self.scheduler.finish(each, "error")
+                self.outputs.finish(each)
+            raise
+        if len(requests) > 1:
+            self.choices.open(request, requests)
+        for each in requests:
+            self.requests[each.id] = each
+            self.guides.start(each)
+            self.watch.request_started(each)
+
+    def _queue(self, request: Request) -> None:
         self.assembly.sampler.check(request, self.settings)
         request.features = int(self.assembly.sampler.features(request.params))
-        if params is not None and params.prompt_logprobs is not None:
+        if request.params.prompt_logprobs is not None:
             answer = self.assembly.state.supports("prompt_logprobs")
             if isinstance(answer, No):
                 raise RequestError(f"prompt_logprobs: {type(self.assembly.state).__name__} gives none: {answer.reason}")
@@ -163,9 +192,6 @@ class Engine:
         except Exception as error:  # the tokenizer may have fewer ids than the model
             self.scheduler.finish(request, "error")
             raise RequestError(f"prompt: the tokenizer cannot turn its ids into text ({type(error).__name__}: {error})") from error
-        self.requests[request_id] = request
-        self.guides.start(request)
-        self.watch.request_started(request)
 
     def abort(self, request_id: str) -> None:
         """End a request now; its last output (finish reason `abort`) comes from the next `step`. An id that is not running is ignored.
@@ -174,8 +200,9 @@ class Engine:
         """
         if not isinstance(request_id, str) or not request_id:
             raise RequestError(f"abort takes the id of one request, a non-empty string; got {shown(request_id)}")
-        if (request := self.requests.get(request_id)) is not None:
-            self._finish(request, "abort")
+        for each in self.choices.ids(request_id):
+            if (request := self.requests.get(each)) is not None:
+                self._finish(request, "abort")
 
     def has_unfinished(self) -> bool:
         """Whether another `step` has something to do or to report."""
@@ -219,7 +246,7 @@ class Engine:
                 self.guides.wait(COMPILING_SECONDS)
             if not self.tickets:  # no launch follows that observers could be told after
                 self.watch.deliver()
-            return outputs
+            return self.choices.merge(outputs)
         except BaseException as error:
             self._ready = outputs
             if not isinstance(error, Exception):
@@ -229,7 +256,7 @@ class Engine:
     def drain(self) -> list[RequestOutput]:
         """Collect every step in flight and return the outputs that are new. Nothing is planned: requests stay where they are."""
         self._check_alive()
-        return self._take_ready() + self._collect(keep=0) + self._report_ended()
+        return self.choices.merge(self._take_ready() + self._collect(keep=0) + self._report_ended())
 
     def _launch(self, plan: Plan, planning: float) -> None:
         planned = time.monotonic()

@@ -183,6 +183,8 @@ class EngineLoop:
                 priority=command.priority,
                 deadline=deadline,
                 cache_salt=command.cache_salt,
+                choice=command.choice,
+                fork=command.fork,
             )
         except EngineError:
             raise

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from modelrunner.device import Device
     from modelrunner.grammar import GrammarBackend
     from modelrunner.linear import LinearScheme
+    from modelrunner.logits_processors import RegisterProcessor
     from modelrunner.model_state import CacheGroup, ModelState
     from modelrunner.observers import Observer
     from modelrunner.offers import Decline, Offer
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from modelrunner.text import Tokenizer
 
 PROJECT = "modelrunner"
-API_VERSION = "1.4"
+API_VERSION = "1.5"
 
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
@@ -85,6 +86,10 @@ class HookSpecs:
     @hookspec
     def taps(self, model_info: ModelInfo) -> Tap | Sequence[Tap] | None:
         """Taps that read or change hidden states for the requests that ask. `model_info.tap_points` says where this model has some."""
+
+    @hookspec
+    def logits_processors(self, register: RegisterProcessor, model_info: ModelInfo) -> None:
+        """Register processors that change the logits of the requests that ask: `register(processor)`."""
 
     @hookspec
     def attention_backend(

@@ -25,7 +25,8 @@ class Greet(_Message):
 
 
 class Add(_Message):
-    """Queue a request. prompt: token ids. params: fields of SamplingParams. deadline: on the monotonic clock, which all processes share."""
+    """Queue a request. prompt: token ids. params: fields of SamplingParams. deadline: on the monotonic clock, which all processes share.
+    choice, fork: see `Engine.add_request`."""
 
     number: int
     request_id: str
@@ -34,6 +35,8 @@ class Add(_Message):
     priority: int = 0
     deadline: float | None = None
     cache_salt: str | None = None
+    choice: int = 0
+    fork: str | None = None
 
 
 class Abort(_Message):

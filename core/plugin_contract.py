@@ -101,6 +101,8 @@ def answer_problem(hook: str, answer: Any) -> str:
         good = answer is None or (isinstance(answer, (list, tuple)) and all(hasattr(c, "name") and hasattr(c, "run") for c in answer))
     elif hook == "kernels":
         good, wanted = answer is None, "None (operations are handed to `register`)"
+    elif hook == "logits_processors":
+        good, wanted = answer is None, "None (processors are handed to `register`)"
     elif hook in INSTANCES:
         module, name = INSTANCES[hook]
         good = all(isinstance(a, getattr(import_module(module), name)) for a in flatten(answer))

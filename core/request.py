@@ -29,9 +29,11 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "Status",
+    "check_ids",
     "default_params",
     "make_request",
     "merged_eos",
+    "read_prompt",
 ]
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -103,7 +105,8 @@ class Request:
     limit: tokens (prompt + output) at which it ends. seed: 64-bit, always set. features: bits of batch.Feature. tap_values: column values
     that taps gave. cache_world: what its cached pages depend on beside tokens, weights and salt. results: a byte record [bytes] uint8 of
     taps per output token. bad_word_ids: every tokenisation of `params.bad_words`. guide: of a request with structured output.
-    logprobs: None if it asks for none.
+    logprobs: None if it asks for none. failure: what a function of `params.logits_processors` did wrong. choice: which of several answers
+    to its prompt. fork: names the requests that share this prompt, of which one computes it.
     """
 
     id: str
@@ -134,6 +137,9 @@ class Request:
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     guide: Guide | None = None
     logprobs: RequestLogprobs | None = None
+    failure: str | None = None
+    choice: int = 0
+    fork: str | None = None
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -191,7 +197,7 @@ def make_request(
     text, ids, salt = read_prompt(prompt, tokenizer)
     if salt is not None and cache_salt is not None:
         raise RequestError("cache_salt: given both in the prompt and as an argument; accepted: one of them")
-    _check_ids(ids, vocab_size, max_model_len)
+    check_ids(ids, vocab_size, max_model_len)
     request = Request(
         id=request_id,
         prompt_token_ids=ids,
@@ -269,7 +275,8 @@ def list_of_ids(value: object) -> list[int]:
     return checked
 
 
-def _check_ids(ids: Sequence[int], vocab_size: int, max_model_len: int) -> None:
+def check_ids(ids: Sequence[int], vocab_size: int, max_model_len: int) -> None:
+    """Raise RequestError for a prompt that is empty, leaves no room for output, or has an id that the model lacks."""
     if not ids:
         raise RequestError("prompt: it is empty (0 tokens); accepted: at least 1 token")
     if len(ids) >= max_model_len:

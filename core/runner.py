@@ -23,7 +23,7 @@ from modelrunner.batch import EDITED, EMPTY_PATCH, LOGGED, Batch, Feature, Outco
 from modelrunner.device import Event, PinnedBuffer
 from modelrunner.errors import EngineError, PluginError
 from modelrunner.extras import Extras
-from modelrunner.graphs import GraphReport, Key, StepGraphs
+from modelrunner.graphs import CAPTURED, GraphReport, Key, StepGraphs
 from modelrunner.model_state import Tap
 from modelrunner.runner_parts import Parts, Route
 from modelrunner.step_buffers import Buckets, PlanPacker, Shape, StepBuffers
@@ -75,7 +75,7 @@ class Runner:
         self.route: Route | None = None  # of the last launched step, while its rows are on the device
         self.warming_up = False
         self.max_tokens, self.max_model_len = max_tokens, max_model_len
-        self.graphs = StepGraphs(self.device, buckets, self._closure, no_graphs)
+        self.graphs = StepGraphs(self.device, buckets, self._closure, no_graphs, CAPTURED | parts.sampler.captured)
         self.caches = ByGroup(parts.caches)
         self.layer_index = {g.group.name: {layer: i for i, layer in enumerate(g.group.layers)} for g in parts.layouts}
 
@@ -83,10 +83,8 @@ class Runner:
         """Run steps of a dead row, one of each kind of tail, so that what cannot run fails at start-up and not at the first request."""
         plan = self._blank_plan()
         self.state.fill_dummy(self.buffers.batch(plan, self.buckets.shape(plan), self.parts.table.columns))
-        kinds = [
-            replace(plan, features=features)
-            for features in (Feature.GREEDY, Feature.PLAIN, Feature.PLAIN | Feature.FILTERED, EDITED | Feature.LOGPROBS)
-        ]
+        tails = (Feature.GREEDY, Feature.PLAIN, Feature.PLAIN | Feature.FILTERED, EDITED | Feature.LOGPROBS, self.parts.sampler.processed)
+        kinds = [replace(plan, features=features) for features in dict.fromkeys(tails)]
         longest = self.longest_prompt
         prompts = [blank_plans.prompt(plan, self.parts.layouts, n) for n in sorted({min(FIRST_PROMPT, longest), longest})]
         plans = (*kinds, replace(plan, features=Feature.LOGPROBS), *prompts, self._large_plan(self.max_tokens))
@@ -121,7 +119,9 @@ class Runner:
 
     def _large_plan(self, num_tokens: int) -> Plan:
         bounds = num_tokens, self.scratch_row, self.max_model_len
-        return blank_plans.large(self._blank_plan(), self.parts.layouts, *bounds, self.parts.taps.all_features)
+        return blank_plans.large(
+            self._blank_plan(), self.parts.layouts, *bounds, self.parts.taps.all_features | self.parts.sampler.processed
+        )
 
     def use_caches(self, caches: Mapping[str, torch.Tensor], backends: Mapping[str, AttentionBackend]) -> None:
         """Take other cache memory, by group. Only with nothing in flight and nothing captured."""

@@ -33,7 +33,8 @@ class Scheduler:
 
     row_values: plain and seated column values of a request, by column name (a seated column's value is its elements).
     on_admit(row, request, resumed) gives further values, on_remove tells that the request left the row. seats: capacity of each seated
-    column. max_batched_tokens, max_mixed_tokens: see `TokenBudget`; the latter only with chunked prefill. depth: steps in flight at most.
+    column. max_batched_tokens, max_mixed_tokens, usual_context: see `TokenBudget`; the latter two only with chunked prefill. depth: steps
+    in flight at most.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Scheduler:
         max_batched_tokens: int,
         max_model_len: int,
         max_mixed_tokens: int | None = None,
+        usual_context: int | None = None,
         policy: Literal["fcfs", "priority"] = "fcfs",
         chunked_prefill: bool = True,
         prefix_caching: bool = True,
@@ -67,7 +69,7 @@ class Scheduler:
             chunked=chunked_prefill, caching=prefix_caching, cache_seed=cache_seed,
         )  # fmt: skip
         self._builder = builder
-        self._budget = TokenBudget(max_batched_tokens, max_mixed_tokens if chunked_prefill else None)
+        self._budget = TokenBudget(max_batched_tokens, max_mixed_tokens if chunked_prefill else None, usual_context)
         self._clock = clock
         self._deadlines = Deadlines()
         self._running: Int32Array = np.empty(0, np.int32)  # rows of running requests, in order of admission
@@ -164,7 +166,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self.admission.queue) + len(self.admission.parked)
+        return len(self.admission.queue) + len(self.admission.parked) + len(self.admission.forks)
 
     @property
     def num_running(self) -> int:
@@ -204,7 +206,8 @@ class Scheduler:
             if self._in_flight:
                 return Drain(f"{missing} cache pages are needed and {self.pool.available} available")
             self._preempt(self._victim())
-        tokens = self._budget.tokens(num_decode, rows.size - num_decode + len(self.admission.queue))
+        cached = int(self._rows.computed_upper[rows[:num_decode]].sum())
+        tokens = self._budget.tokens(num_decode, rows.size - num_decode + len(self.admission.queue), cached)
         draft = Draft(self._builder(), tokens, num_decode)
         draft.grow(self._rows, rows, deficits, self.pool)
         self.num_held = int(self._rows.held.sum()) if self._rows.num_guided else 0
@@ -369,6 +372,7 @@ class Scheduler:
             request = self.request_at(row)
             assert request is not None, f"row {row} has no request"
             request.first_token_time = now
+            self.admission.prompt_is_there(request)
 
     def _finish_rows(self, rows: Int32Array, codes: Int32Array) -> list[Request]:
         """End the requests whose record carries a finish code."""
@@ -380,7 +384,8 @@ class Scheduler:
                 self.admission.distrust(row)
             self.admission.release(request)
             last = request.output_token_ids[-1] if code == Finish.STOP else None
-            self._end(request, REASONS[Finish(code)], last if last in request.params.stop_token_ids else None)
+            stop = last if last in request.params.stop_token_ids else None
+            self._end(request, REASONS[Finish(code)], request.failure if code == Finish.ERROR else stop)
             finished.append(request)
         if finished:
             self._refresh_running()

@@ -17,7 +17,8 @@ from modelrunner.waiting import Entry
 
 @dataclass
 class Stats:
-    """Counters since start. steps: committed ones. preemptions: rows taken from running requests. prompt_tokens: of admitted requests.
+    """Counters since start. steps: committed ones. preemptions: rows taken from running requests. prompt_tokens: of admitted
+    requests, once for several choices.
     cached_tokens: found in the prefix cache at admissions and resumptions. computed_tokens: query tokens of committed steps.
     generated_tokens: committed output. held: times that a row was left out of a plan because the mask of its next token was not there."""
 
@@ -32,7 +33,7 @@ class Stats:
     def admitted(self, entry: Entry, sign: int) -> None:
         """Count an admission, or with sign -1 take it back."""
         self.cached_tokens += sign * entry.cached
-        if not entry.request.num_preemptions:
+        if not entry.request.num_preemptions and not entry.request.choice:
             self.prompt_tokens += sign * len(entry.request.prompt_token_ids)
 
 

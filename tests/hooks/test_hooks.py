@@ -157,6 +157,20 @@ def test_taps(example: Callable[[str], ModuleType], plain: Any) -> None:
     assert silent.outputs[0].extra == {}
 
 
+def test_logits_processors(example: Callable[[str], ModuleType], plain: Any) -> None:
+    """Where the plain output says a token twice running, the second one is another."""
+    again = GREEDY.model_copy(update={"logit_bias": {77: 100.0}})
+    with llm(example("logits_processors")) as engine:
+        asked, silent, echoing = engine.generate(
+            [PROMPTS[0], PROMPTS[1], PROMPTS[0]], [again.model_copy(update={"logits_processors": ["no_echo"]}), GREEDY, again]
+        )
+    assert tuple(silent.outputs[0].token_ids) == plain[1]
+    assert list(echoing.outputs[0].token_ids) == [77] * 6
+    tokens = list(asked.outputs[0].token_ids)
+    assert tokens[::2] == [77] * 3
+    assert 77 not in tokens[1::2]
+
+
 def test_attention_backend(example: Callable[[str], ModuleType], plain: Any) -> None:
     module = example("attention_backend")
     with llm(module, pin={"attention_backend": "textbook"}) as engine:
