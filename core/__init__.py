@@ -10,14 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from modelrunner.async_llm import AsyncLLM
+    from modelrunner.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from modelrunner.engine import Engine
     from modelrunner.hookspecs import hookimpl
     from modelrunner.llm import LLM
+    from modelrunner.logits_processors import LogitsProcessor
     from modelrunner.logprobs import Logprob
     from modelrunner.observers import Observer, RequestFinish, RequestStart, StepReport
     from modelrunner.offers import Decline, Offer
     from modelrunner.request import CompletionOutput, OutputKind, RequestOutput, SamplingParams
     from modelrunner.settings import RunnerSettings
+    from modelrunner.structured_outputs import StructuredOutputsParams
     from modelrunner.taps import ModelInfo, Result, Tap
 
 __version__ = "0.1.0"
@@ -26,7 +29,11 @@ _EXPORTS = {
     "LLM": "llm",
     "AsyncLLM": "async_llm",
     "Engine": "engine",
+    "BeamSearchParams": "beam_search",
+    "BeamSearchOutput": "beam_search",
+    "BeamSearchSequence": "beam_search",
     "SamplingParams": "request",
+    "StructuredOutputsParams": "structured_outputs",
     "RequestOutput": "request",
     "CompletionOutput": "request",
     "OutputKind": "request",
@@ -35,6 +42,7 @@ _EXPORTS = {
     "Offer": "offers",
     "Decline": "offers",
     "hookimpl": "hookspecs",
+    "LogitsProcessor": "logits_processors",
     "Tap": "taps",
     "Result": "taps",
     "ModelInfo": "taps",
@@ -47,9 +55,13 @@ _EXPORTS = {
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "CompletionOutput",
     "Decline",
     "Engine",
+    "LogitsProcessor",
     "Logprob",
     "ModelInfo",
     "Observer",
@@ -62,6 +74,7 @@ __all__ = [
     "RunnerSettings",
     "SamplingParams",
     "StepReport",
+    "StructuredOutputsParams",
     "Tap",
     "hookimpl",
 ]

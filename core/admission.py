@@ -14,6 +14,7 @@ import numpy as np
 
 from modelrunner.batch import Patch
 from modelrunner.errors import RequestError
+from modelrunner.forks import Forks
 from modelrunner.page_pool import Int32Array, PagePool
 from modelrunner.prefix_cache import Hit, PageKeys, PrefixCache, root_key
 from modelrunner.request import Request, Status
@@ -32,6 +33,8 @@ class PatchSink(Protocol):
 
     def row(self, row: int, values: Mapping[str, Any]) -> None: ...
 
+    def line(self, name: str, seat: int, elements: Int32Array) -> None: ...
+
     def elements(self, name: str, rows: Int32Array, cols: Int32Array, values: Int32Array) -> None: ...
 
     def build(self) -> Patch: ...
@@ -41,6 +44,7 @@ class Admission:
     """Requests by id, rows by holder, and the way between queue and rows.
 
     entries: every unfinished request by id. holders: per row the entry that holds it. refused: requests that `on_admit` raised for.
+    parked: requests by id that wait, but not in the queue: the mask of their next token is not there (see `guides`).
     """
 
     def __init__(
@@ -59,10 +63,12 @@ class Admission:
         cache_seed: bytes,
     ) -> None:
         self.queue = WaitingQueue(by_priority)
+        self.forks = Forks()
         self.seats = Seats(seats)
         self.entries: dict[str, Entry] = {}
         self.holders: list[Entry | None] = [None] * rows.active.size
         self.refused: list[Request] = []
+        self.parked: dict[str, Entry] = {}
         self._rows = rows
         self._pool = pool
         self._layouts = [table.layout for table in rows.tables]
@@ -93,7 +99,18 @@ class Admission:
         request.sequence = self._sequence
         request.status = Status.WAITING
         entry = self.entries[request.id] = Entry(request, plain, seated)
-        self.queue.push(entry)
+        self.forks.join(request)
+        self._enqueue(entry, parked=request.guide is not None)
+
+    def _enqueue(self, entry: Entry, parked: bool) -> None:
+        if parked:
+            self.parked[entry.request.id] = entry
+        elif self.forks.may_come(entry):
+            self.queue.push(entry)
+
+    def unpark(self, request: Request) -> None:
+        """The request's next token has its mask."""
+        self._enqueue(self.parked.pop(request.id), parked=False)
 
     def _refuse_misfit(self, request: Request) -> None:
         prompt, limit = len(request.prompt_token_ids), request.limit
@@ -124,18 +141,36 @@ class Admission:
     def _most_pages(self, tokens: int) -> int:
         return sum(layout.most_pages(tokens, self._chunk) for layout in self._layouts)
 
-    def requeue(self, entry: Entry) -> None:
-        """Let a request that gave up its row wait again, at its old place."""
+    def requeue(self, entry: Entry, parked: bool = False) -> None:
+        """Let a request that gave up its row wait again, at its old place. parked: its row was held."""
         entry.request.status = Status.PREEMPTED if entry.request.num_preemptions else Status.WAITING
-        self.queue.push(entry)
+        self._enqueue(entry, parked)
 
     def forget(self, request: Request) -> None:
         """The request has ended: it holds no row (any more)."""
         waiting = request.status in (Status.WAITING, Status.PREEMPTED)
         request.status = Status.FINISHED
         self.entries.pop(request.id)
-        if waiting:
+        if waiting and self.parked.pop(request.id, None) is None and not self.forks.is_held(request):
             self.queue.dropped()
+        following, last = self.forks.ended(request)
+        for entry in following:
+            self.queue.push(entry)
+        if last and not self._caching:
+            self._forget_prompt(request)
+
+    def prompt_is_there(self, request: Request) -> None:
+        """The request has computed its prompt: whoever was held for it may come."""
+        for entry in self.forks.first_token(request):
+            self.queue.push(entry)
+
+    def _forget_prompt(self, request: Request) -> None:
+        """Take the pages of a shared prompt out of the index, where nobody else may find them."""
+        keys, tokens = self._page_keys(request), np.array(request.prompt_token_ids, np.int32)
+        for table in self._rows.tables:
+            chain = keys.extend(tokens, table.tokens_per_page, tokens.size // table.tokens_per_page)
+            found = [self._pool.find(table.index, key) for key in chain]
+            self._pool.forget(np.array([page for page in found if page], np.int32))
 
     # ---- into a row ------------------------------------------------------------------------------------------------
 
@@ -174,14 +209,18 @@ class Admission:
         return None
 
     def _hit(self, entry: Entry, tokens: Int32Array) -> Hit:
-        if not self._caching:
+        if not self._caching and entry.request.fork is None:
             return self._cache.miss
         if entry.keys is None:
-            request = entry.request
-            entry.keys = PageKeys(root_key(self._cache_seed, request.extra.get("adapter"), request.cache_salt, request.cache_world))
+            entry.keys = self._page_keys(entry.request)
         if entry.request.logprobs is not None and entry.request.logprobs.lacks_prompt:
             return self._cache.miss  # positions from the cache have no hidden states
         return self._cache.hit(entry.keys, tokens)
+
+    def _page_keys(self, request: Request) -> PageKeys:
+        """The root of its pages' keys. Without prefix caching nobody but those that share its prompt has the same one."""
+        private = None if self._caching else request.fork
+        return PageKeys(root_key(self._cache_seed, request.extra.get("adapter"), request.cache_salt, request.cache_world, private))
 
     def _is_blocked(self, entry: Entry) -> bool:
         """Whether no page came back or entered the index since this entry did not fit: then it is not looked up again."""
@@ -234,7 +273,7 @@ class Admission:
         if not request.num_preemptions:
             request.num_cached_tokens = hit.length
         entry.seats = self.seats.take(entry.seated)
-        rows.open(row, tokens, hit.length, len(request.prompt_token_ids), request.limit, request.features)
+        rows.open(row, tokens, hit.length, len(request.prompt_token_ids), request.limit, request.features, request.guide is not None)
         for pages in hit.pages:
             self._pool.retain(pages)
         one, upto = np.array([row], np.int32), np.array([hit.length + chunk], np.int32)
@@ -290,7 +329,7 @@ class Admission:
         assert entry is not None, f"row {row} has no request"
         assert entry.request is request, f"row {row} is not held by request {request.id!r}"
         request.output_token_ids.extend(rows.output(row)[len(request.output_token_ids) :].tolist())
-        if entry.keys is not None:
+        if entry.keys is not None and self._caching:
             computed = int(rows.computed[row])
             for table in rows.tables:
                 stop = computed // table.tokens_per_page
@@ -325,10 +364,13 @@ class Admission:
         assert every == list(range(len(self.holders))), f"rows {every} are held, free or leaving, not each row once"
         self.seats.check([entry.seats for entry in self.holders if entry is not None] + [seats for _, seats in self._leaving])
         running = {entry.request.id for entry in self.holders if entry is not None}
-        waiting = {entry.request.id for entry in self.queue.entries()}
+        queued = {entry.request.id for entry in self.queue.entries()}
+        forking = {entry.request.id for entry in self.forks.entries()}
+        waiting = queued | self.parked.keys() | forking
         assert running | waiting == self.entries.keys(), "a request neither runs nor waits"
         assert not running & waiting, "a request both runs and waits"
-        assert len(self.queue) == len(waiting), f"the queue counts {len(self.queue)} and holds {len(waiting)}"
+        assert len(queued) + len(self.parked) + len(forking) == len(waiting), "a request waits in two places"
+        assert len(self.queue) == len(queued), f"the queue counts {len(self.queue)} and holds {len(queued)}"
         for row in held:
             entry = self.holders[row]
             assert entry is not None

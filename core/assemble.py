@@ -13,23 +13,28 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from modelrunner.attention import AttentionBackend, NoAttention
+from modelrunner.cache_scales import CacheScales
 from modelrunner.cache_setup import CacheMaker, check_budget
+from modelrunner.caches import stored_type
 from modelrunner.checkpoint import CheckpointReader, ModelCard
 from modelrunner.device import Device
 from modelrunner.errors import CapacityError, ModelRunnerError, PluginError, SettingsError
+from modelrunner.grammar import GrammarBackend, vocabulary
 from modelrunner.graphs import capture_problem, decode_buckets, token_buckets
+from modelrunner.guides import COLUMN, Guides
 from modelrunner.linear import LinearFactory
 from modelrunner.model_state import BuildContext, ModelState, Needs, No, Yes, required_features
 from modelrunner.observers import Observer
 from modelrunner.ops import Ops, Registry
 from modelrunner.page_pool import GroupLayout, page_layout
-from modelrunner.plugin_choice import pin_of
+from modelrunner.plugin_choice import Choice, nothing_fits, pin_of
 from modelrunner.plugin_contract import flatten
 from modelrunner.plugin_manager import PluginManager
+from modelrunner.request import merged_eos
 from modelrunner.request_table import RUN_OVERHEAD, Column, RequestTable
 from modelrunner.runner import Runner
 from modelrunner.runner_parts import Parts
-from modelrunner.sampler import Sampler, default_stages
+from modelrunner.sampler import Functions, ProcessorRegistry, Processors, Sampler, default_stages
 from modelrunner.settings import Resolved, RunnerSettings, load_settings, merge_sections
 from modelrunner.step_buffers import Buckets
 from modelrunner.tap_set import StateOutputs, TapSet
@@ -39,6 +44,7 @@ from modelrunner.weights import WeightMap, load_weights
 
 T = TypeVar("T")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+CACHE_DTYPES = DTYPES | {"float8_e4m3fn": torch.float8_e4m3fn}
 DEFAULT_DTYPE = {"cpu": "float32"}  # others: bfloat16
 
 
@@ -56,6 +62,17 @@ class Chooser:
         choice = self.manager.choose(hook, pin=pin, pinned_by=pinned_by, **arguments)
         self.chosen[hook] = f"{choice.offer.name} ({choice.plugin})"
         return choice.load()
+
+    def later(self, hook: str, **arguments: Any) -> Choice[Any] | str:
+        """The best offer of `hook`, to be loaded when it is needed; if there is none, why. Raises PluginError as `__call__` for others."""
+        pin, pinned_by = pin_of(self.settings, hook)
+        answers = self.manager.ask(hook, **arguments)
+        question = self.manager.question(hook, pin, answers, arguments, pinned_by)
+        if pin is None and not question.offers:
+            return nothing_fits(question)
+        choice = self.manager.choose(hook, pin=pin, pinned_by=pinned_by, **arguments)
+        self.chosen[hook] = f"{choice.offer.name} ({choice.plugin})"
+        return choice
 
 
 def settle(arguments: Mapping[str, Any], manager: PluginManager) -> RunnerSettings:
@@ -87,9 +104,11 @@ class Assembly:
     state: ModelState
     sampler: Sampler
     taps: TapSet
+    guides: Guides
     table: RequestTable
     layouts: tuple[GroupLayout, ...]
     arena: torch.Tensor
+    scales: CacheScales
     runner: Runner
     observers: list[tuple[str, Observer]]
 
@@ -107,22 +126,27 @@ def assemble(arguments: Mapping[str, Any], plugins: Sequence[object] = ()) -> As
     ops = resolve_ops(manager, device)
     dtype = model_dtype(settings, device)
     state_type: type[ModelState] = choose("model_state", card=card, settings=settings)
+    cache_dtype = cache_type(settings, dtype)
     with blaming(f"model_state {choose.chosen['model_state']}"):
         state = state_type(card, settings)
         needs = checked_needs(state, card, settings)
         check_cache(settings, device, needs, dtype)
-        build_module(choose, reader, card, state, dtype, device, ops)
-    sampler = Sampler(ops, default_stages())
-    taps, needs = collect_taps(manager, card, settings, state, needs, dtype, device)
+        scales = CacheScales(needs.cache_groups, cache_dtype, device.torch_device)
+        build_module(choose, reader, card, state, dtype, device, ops, scales)
     max_model_len = min(settings.model.max_model_len or needs.max_model_len, needs.max_model_len)
-    cache_dtype = cache_type(settings, dtype)
-    page_bytes, layouts = page_layout(needs.cache_groups, settings.cache.page_size, cache_dtype.itemsize)
-    attending = {layout.group.name: attention_backend(choose, layout, device) for layout in layouts}
-    maker = CacheMaker(device, ops, settings, layouts, page_bytes, dtype, cache_dtype, attending, max_model_len)
+    tap_points = needs.tap_points if isinstance(state.supports("taps"), Yes) else ()
+    info = ModelInfo(card, settings, tap_points, needs.hidden_size, needs.vocab_size, max_model_len, dtype, device.torch_device)
+    taps, needs = collect_taps(manager, info, state, needs)
+    sampler = Sampler(ops, default_stages(collect_processors(manager, info), Functions()))
+    page_bytes, layouts = pages_of(needs, settings, dtype)
+    attending = {layout.group.name: attention_backend(choose, layout, device, scales) for layout in layouts}
+    guides = make_guides(choose, card, tokenizer, needs.vocab_size)
+    maker = CacheMaker(device, ops, settings, layouts, page_bytes, dtype, cache_dtype, attending, max_model_len, scales)
     cache, memory = maker.make_first(), ""
     columns = [*core_columns(layouts, max_model_len), *sampler.columns(settings, needs.vocab_size), *needs.columns]
     with blaming(f"the request table with the columns of model_state {choose.chosen['model_state']}"):
-        table = RequestTable(columns, settings.scheduler.max_rows, device.torch_device, patch_capacity(settings, layouts, columns))
+        capacity = patch_capacity(settings, layouts, columns, masks=not guides.problem)
+        table = RequestTable(columns, settings.scheduler.max_rows, device.torch_device, capacity)
     parts = Parts(device, ops, state, needs, dtype, sampler, table, layouts, cache.views, cache.backends, taps)
     with blaming("the runner with the buffers of a step"):
         runner = make_runner(parts, settings, max_model_len)
@@ -145,8 +169,8 @@ def assemble(arguments: Mapping[str, Any], plugins: Sequence[object] = ()) -> As
         memory=memory,
     )
     observers = collect_objects(manager, "observer", settings=settings)
-    parts_of = (manager, settings, resolved, card, tokenizer, device, needs, state, sampler, taps)
-    return Assembly(*parts_of, table, tuple(layouts), cache.arena, runner, observers)
+    parts_of = (manager, settings, resolved, card, tokenizer, device, needs, state, sampler, taps, guides)
+    return Assembly(*parts_of, table, tuple(layouts), cache.arena, scales, runner, observers)
 
 
 @contextmanager
@@ -170,11 +194,16 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def attention_backend(choose: Chooser, layout: GroupLayout, device: Device) -> type[AttentionBackend]:
-    """The class that attends over a cache group."""
+def attention_backend(choose: Chooser, layout: GroupLayout, device: Device, scales: CacheScales) -> type[AttentionBackend]:
+    """The class that attends over a cache group. Raises PluginError when it cannot read the type of the group's cache."""
     if not layout.group.attends:
         return NoAttention
     chosen: type[AttentionBackend] = choose("attention_backend", group=layout.group, device=device, settings=choose.settings)
+    if layout.group.name in scales.by_group and not chosen.takes_scales:
+        raise PluginError(
+            f"cache.dtype is {choose.settings.cache.dtype!r}, but attention_backend {choose.chosen['attention_backend']} applies no scales "
+            f"(its class {chosen.__name__} has takes_scales = False). Set cache.dtype=auto, or pin.attention_backend=paged"
+        )
     require_deterministic(choose.settings, chosen, f"attention backend {choose.chosen['attention_backend']}", "pin.attention_backend")
     return chosen
 
@@ -185,7 +214,9 @@ class MayBeDeterministic(Protocol):
     deterministic: bool
 
 
-def require_deterministic(settings: RunnerSettings, component: MayBeDeterministic, what: str, setting: str) -> None:
+def require_deterministic(
+    settings: RunnerSettings, component: MayBeDeterministic | type[AttentionBackend], what: str, setting: str
+) -> None:
     """Raise SettingsError if the mode is on and the component cannot be so. setting: by which another is taken."""
     if settings.device.deterministic and not component.deterministic:
         raise SettingsError(
@@ -254,28 +285,47 @@ def checked_needs(state: ModelState, card: ModelCard, settings: RunnerSettings) 
 
 
 def cache_type(settings: RunnerSettings, dtype: torch.dtype) -> torch.dtype:
-    """The type of keys and values in the cache. dtype: of activations."""
-    return dtype if settings.cache.dtype == "auto" else DTYPES[settings.cache.dtype]
+    """The type of keys and values in the cache. dtype: of activations. Raises SettingsError for scales that this type does not take."""
+    name, scales = settings.cache.dtype, settings.cache.scales
+    if scales is not None and name != "float8_e4m3fn":
+        raise SettingsError(f"cache.scales is {scales!r}, but cache.dtype is {name!r}; scales are for float8_e4m3fn")
+    return dtype if name == "auto" else CACHE_DTYPES[name]
+
+
+def pages_of(needs: Needs, settings: RunnerSettings, dtype: torch.dtype) -> tuple[int, list[GroupLayout]]:
+    """Bytes of a page, and what it holds for each group. dtype: of activations."""
+    groups, cache_dtype = needs.cache_groups, cache_type(settings, dtype)
+    return page_layout(groups, settings.cache.page_size, {group.name: stored_type(group, cache_dtype, dtype).itemsize for group in groups})
 
 
 def check_cache(settings: RunnerSettings, device: Device, needs: Needs, dtype: torch.dtype) -> None:
     """Raise CapacityError, before a weight is read, when the bytes that the settings give the cache do not hold two pages."""
     if settings.cache.num_pages is None and settings.cache.memory_bytes is not None:
-        page_bytes, _ = page_layout(needs.cache_groups, settings.cache.page_size, cache_type(settings, dtype).itemsize)
-        check_budget(device, settings.cache.memory_bytes, page_bytes)
+        check_budget(device, settings.cache.memory_bytes, pages_of(needs, settings, dtype)[0])
 
 
 def build_module(
-    choose: Chooser, reader: CheckpointReader, card: ModelCard, state: ModelState, dtype: torch.dtype, device: Device, ops: Ops
+    choose: Chooser,
+    reader: CheckpointReader,
+    card: ModelCard,
+    state: ModelState,
+    dtype: torch.dtype,
+    device: Device,
+    ops: Ops,
+    scales: CacheScales,
 ) -> None:
-    """Build the state's module with the chosen linear scheme and fill it from the checkpoint."""
+    """Build the state's module with the chosen linear scheme and fill it from the checkpoint, and so the cache's scales."""
     settings = choose.settings
     scheme_type = choose("linear_scheme", setting="linear.scheme", card=card, device=device, settings=settings)
     require_deterministic(settings, scheme_type, f"linear scheme {scheme_type.name}", "linear.scheme")
     linear = LinearFactory(scheme_type(ops, dtype, device.torch_device))
     context = BuildContext(settings=settings, card=card, ops=ops, linear=linear, dtype=dtype, device=device.torch_device)
     state.module = expect(torch.nn.Module, state.build(context), state, "build").eval()
-    load_weights(state.module, expect(WeightMap, state.weight_map(card), state, "weight_map"), reader, seed=settings.model.seed)
+    weight_map = expect(WeightMap, state.weight_map(card), state, "weight_map")
+    load_weights(state.module, weight_map, reader, seed=settings.model.seed, through=lambda tensors: scales.passing(tensors, weight_map))
+    scales.store()
+    if settings.cache.scales is not None:
+        scales.read(settings.cache.scales)
 
 
 def collect_objects(manager: PluginManager, hook: str, **arguments: Any) -> list[tuple[str, Any]]:
@@ -285,18 +335,20 @@ def collect_objects(manager: PluginManager, hook: str, **arguments: Any) -> list
     return found
 
 
-def collect_taps(
-    manager: PluginManager, card: ModelCard, settings: RunnerSettings, state: ModelState, needs: Needs, dtype: torch.dtype, device: Device
-) -> tuple[TapSet, Needs]:
+def collect_processors(manager: PluginManager, info: ModelInfo) -> Processors:
+    """The logits processors that plugins bring."""
+    registry = ProcessorRegistry()
+    manager.call("logits_processors", register=registry, model_info=info)
+    return Processors(registry)
+
+
+def collect_taps(manager: PluginManager, info: ModelInfo, state: ModelState, needs: Needs) -> tuple[TapSet, Needs]:
     """The taps that plugins bring for this model, and `needs` with those of the taps."""
-    points = needs.tap_points if isinstance(state.supports("taps"), Yes) else ()
-    max_model_len = min(settings.model.max_model_len or needs.max_model_len, needs.max_model_len)
-    info = ModelInfo(card, settings, points, needs.hidden_size, needs.vocab_size, max_model_len, dtype, device.torch_device)
     found: list[tuple[str, Tap]] = collect_objects(manager, "taps", model_info=info)
     if needs.results:
         found.append((f"the model state {type(state).__name__}", StateOutputs(state, needs.results)))
-    taps = TapSet(found, replace(needs, tap_points=points))
-    columns, buffers = (*needs.columns, *taps.columns(settings)), (*needs.buffers, *taps.buffers)
+    taps = TapSet(found, replace(needs, tap_points=info.tap_points))
+    columns, buffers = (*needs.columns, *taps.columns(info.settings)), (*needs.buffers, *taps.buffers)
     return taps, replace(needs, columns=columns, buffers=buffers)
 
 
@@ -311,10 +363,28 @@ def core_columns(layouts: Sequence[GroupLayout], max_model_len: int) -> list[Col
     return [Column("token_ids", torch.int32, width=max(2, max_model_len)), *scalars, *tables]
 
 
-def patch_capacity(settings: RunnerSettings, layouts: Sequence[GroupLayout], columns: Sequence[Column]) -> int:
-    """Words that a step's edits may take: a new page for each row and each token, and a few admissions that fill every column."""
+def make_guides(choose: Chooser, card: ModelCard, tokenizer: Tokenizer | None, vocab_size: int) -> Guides:
+    """What serves structured output. The backend, and a tokenizer where the engine has none, are loaded when a request needs them."""
+    settings = choose.settings
+    choice = choose.later("grammar_backend", settings=settings)
+
+    def backend() -> GrammarBackend:
+        assert not isinstance(choice, str), "without an offer every request is refused"
+        text: Tokenizer = tokenizer or choose("tokenizer", card=card, settings=settings)
+        made: GrammarBackend = choice.load()(vocabulary(text, merged_eos(card, text), vocab_size), settings)
+        return made
+
+    return Guides(backend, choice if isinstance(choice, str) else "", settings.grammar, vocab_size)
+
+
+def patch_capacity(settings: RunnerSettings, layouts: Sequence[GroupLayout], columns: Sequence[Column], masks: bool) -> int:
+    """Words that a step's edits may take: a new page for each row and each token, and a few admissions that fill every column.
+
+    masks: and a mask for each seat of structured output.
+    """
     growth = (1 + RUN_OVERHEAD) * len(layouts) * (settings.scheduler.max_rows + settings.scheduler.max_batched_tokens)
     row = sum(
         (2 if column.seats is None else 4) * (1 if column.on_device else column.width) + 16 for column in columns
     )  # at least `PatchBuilder.row_words`
-    return growth + 4 * row
+    seats = sum((column.width + RUN_OVERHEAD) * (column.seats or 0) for column in columns if masks and column.name == COLUMN)
+    return growth + 4 * row + seats

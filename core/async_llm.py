@@ -23,12 +23,14 @@ from pydantic import BaseModel
 
 from modelrunner.assemble import Chooser, open_checkpoint, settle
 from modelrunner.chat import Message, chat_tokenizer, num_characters, one_conversation, with_text
+from modelrunner.choice_stream import ChoiceStream
 from modelrunner.engine_link import EngineLink
 from modelrunner.errors import PluginError, PluginWarning, RequestError
 from modelrunner.messages import Sleep, UpdateWeights, WakeUp
 from modelrunner.new_weights import Weights, check_version, checkpoint_name
 from modelrunner.plugin_manager import PluginManager, warn_once
 from modelrunner.request import Prompt, Request, RequestOutput, SamplingParams, default_params, make_request
+from modelrunner.sampling_values import FUNCTIONS
 from modelrunner.settings import RunnerSettings
 from modelrunner.settings_sources import field_names
 from modelrunner.tensor_file import pack
@@ -118,7 +120,7 @@ class AsyncLLM:
             request = await asyncio.to_thread(self._request, *arguments)
         else:
             request = self._request(*arguments)
-        stream = self._link.open(request, self.tokenizer)
+        stream = self._link.open(request, self.tokenizer) if request.params.n == 1 else ChoiceStream(self._link, request, self.tokenizer)
         try:
             finished = False
             while not finished:
@@ -126,7 +128,7 @@ class AsyncLLM:
                 finished = output.finished
                 yield output
         finally:
-            self._link.release(stream)
+            stream.release(self._link)
 
     async def chat(
         self,
@@ -159,6 +161,11 @@ class AsyncLLM:
             await outputs.aclose()
 
     def _request(self, request_id: str, prompt: Prompt, params: SamplingParams | None, priority: int, deadline: float | None) -> Request:
+        if isinstance(params, SamplingParams) and FUNCTIONS in params.logits_processors:
+            raise RequestError(
+                "logits_processors: a Python function cannot go to the engine process; accepted: names of logits processors that plugins "
+                "bring, or functions with LLM"
+            )
         return make_request(
             request_id,
             prompt,

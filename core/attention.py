@@ -12,7 +12,7 @@ from modelrunner.errors import PluginError
 from modelrunner.model_state import CacheGroup, FullAttention
 
 if TYPE_CHECKING:
-    from modelrunner.batch import Batch
+    from modelrunner.batch import Batch, Prompts
     from modelrunner.ops import Ops
 
 V = TypeVar("V")
@@ -25,6 +25,8 @@ class AttentionMeta:
     query_start [N+1], query_len [N], seq_len [N] int32; token_row [T], positions [T] int64; slots [T] int64 (-1: do not write);
     block_table [N, pages] int32. The first `num_decode` rows have exactly `decode_query` query slots each; it is 0 in a captured step with
     prompts, which serves any number of such rows. captured: the step is made for a graph, which runs it again with other contents.
+    prompts: exact lengths, on the host, of the rows after those (not of padding); None where only the device has them: in a step made for a
+    graph or at start-up. Lengths of decode rows depend on what earlier steps sampled, so the host bounds them alone, by max_seq_len.
     """
 
     num_rows: int
@@ -41,6 +43,7 @@ class AttentionMeta:
     slots: torch.Tensor
     block_table: torch.Tensor
     captured: bool = False
+    prompts: Prompts | None = None
 
 
 @dataclass(frozen=True)
@@ -74,19 +77,27 @@ def attention_meta(group: CacheGroup, batch: Batch, captured: bool = False) -> A
         slots=batch.slots[group.name],
         block_table=batch.block_tables[group.name],
         captured=captured,
+        prompts=batch.prompts,
     )
 
 
 class AttentionBackend(ABC):
     """Runs attention over one cache group. One instance per group and engine.
 
-    needs_host_lengths: it cannot work from device lengths alone. capturable: its calls may be captured into a graph. deterministic: a
-    query's result depends, bit for bit, on no other query, provided that this holds for the operations.
+    needs_host_lengths: it cannot work from device lengths alone, so no step is captured. One that only makes use of
+    `AttentionMeta.prompts` where they are needs none. capturable: its calls may be captured into a graph. deterministic: a query's result
+    depends, bit for bit, on no other query, provided that this holds for the operations. takes_scales: it can serve a cache of
+    float8_e4m3fn, in which heads are kept divided by `scales` (see the operations `write_cache` and `paged_attention`).
+
+    scales: [num_layers, 2, num_kv_heads] float32 on the device, of keys and of values; None for a cache of a larger type. Set by the core
+    before the first step. Their memory stays where it is, their values may change between steps.
     """
 
     needs_host_lengths: bool = False
     capturable: bool = True
     deterministic: bool = False
+    takes_scales: bool = False
+    scales: torch.Tensor | None = None
 
     def __init__(self, group: FullAttention, cache: torch.Tensor, ops: Ops, dtype: torch.dtype) -> None:
         """cache: [num_pages, num_layers, tokens_per_page, 2, num_kv_heads, head_dim]; page 0 is the null page, zeros. dtype: of queries."""

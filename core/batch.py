@@ -30,7 +30,7 @@ class Finish(IntEnum):
 class Feature(IntFlag):
     """What a row asks of a step, above all of its tail. The plan carries the union over its rows and so chooses the tail's kind.
 
-    Bits from 256 to 2**29 belong to taps, one each (see `tap_set`).
+    Bits from 256 to 2**29 belong to taps, one each (see `tap_set`); those from PROCESSOR_BIT on to Python functions and logits processors.
     """
 
     GREEDY = 0
@@ -47,10 +47,12 @@ class Feature(IntFlag):
     ALL_PROMPT_LOGPROBS = 1 << 35  # goes with PROMPT_LOGPROBS
 
 
+PROCESSOR_BIT = 1 << 40  # the first one stands for Python functions, each of the next for a logits processor
 EDITED = Feature.ALLOWED | Feature.BIASED | Feature.KEPT_GOING | Feature.BANNED | Feature.PENALISED  # logits change before the draw
 
 
 PROMPT = Feature.PROMPT_LOGPROBS | Feature.ALL_PROMPT_LOGPROBS  # what a row asks for until its prompt is computed
+LOGGED = int(PROMPT | Feature.LOGPROBS)  # a step with any of these has log-probs to send
 UNCAPTURED = PROMPT | Feature.ALL_LOGPROBS  # the host must know which rows ask, so no graph does it
 
 
@@ -61,7 +63,7 @@ class Record(IntEnum):
     GENERATION = 1
     NUM_TOKENS = 2  # tokens sampled in the step: 0 for a chunk that is not the last, or a finished row
     FINISH = 3
-    LOGPROB = 4  # offset into the step's log-prob buffer, -1 for none
+    LOGPROB = 4  # -1: log-probs leave by a ring of their own (`step_logprobs`)
     TOKENS = 5
 
 
@@ -91,6 +93,17 @@ EMPTY_PATCH = Patch(np.empty(0, np.int64), np.empty(0, np.int32), np.empty(0, np
 
 
 @dataclass(frozen=True)
+class Prompts:
+    """What the host knows of the rows of a step that do not decode, exactly: their tokens were there before the step.
+
+    query: [n] int32 query tokens. length: [n] int32 computed + query tokens. Both are to be read only.
+    """
+
+    query: Int32Array
+    length: Int32Array
+
+
+@dataclass(frozen=True)
 class Plan:
     """What the host decided for one step. Decode rows (1 + num_draft query tokens) come first, then prefill chunks.
 
@@ -98,6 +111,8 @@ class Plan:
     max_seq_len: upper bound over rows of computed + query tokens. table_pages: the same per cache group, in pages.
     features: union over rows. patch: applied before anything else. num_draft: k of the step.
     row_features: [N] int64, those of each row, where the host must know them (`UNCAPTURED`); else None.
+    prompt_lengths: [N - num_decode] int32 computed + query tokens of the rows that do not decode, exact; None in plans that start-up makes
+    up and of steps that are repeated.
     """
 
     step: int
@@ -113,10 +128,17 @@ class Plan:
     features: Feature = Feature.GREEDY
     num_draft: int = 0
     row_features: Int64Array | None = None
+    prompt_lengths: Int32Array | None = None
 
     @property
     def num_rows(self) -> int:
         return int(self.rows.size)
+
+    @property
+    def prompts(self) -> Prompts | None:
+        """The rows that do not decode; None if there are none, or their lengths are not known."""
+        lengths = self.prompt_lengths
+        return None if lengths is None or not lengths.size else Prompts(self.num_query[self.num_decode :], lengths)
 
 
 @dataclass(frozen=True)
@@ -168,7 +190,8 @@ class Batch:
     """The device's view of one step: slices of buffers whose addresses never change. N rows and T tokens, padding included.
 
     Host integers: num_rows N, num_tokens T, num_decode (the first rows, with 1 + num_draft query tokens each; 0 in a captured step with
-    prompts, which serves any number of them), max_query, max_seq_len (upper bounds). A padded, held or finished row has query_len 0,
+    prompts, which serves any number of them), max_query, max_seq_len (upper bounds); prompts: exact lengths of the rows after those, where
+    the host has them. A padded, held or finished row has query_len 0,
     seq_len 0 and slots of -1, and writes nothing.
 
     rows [N] int32: request-table row (padding: the scratch row).  query_start [N+1] int32: first token of each row in [0, T].
@@ -204,3 +227,10 @@ class Batch:
     block_tables: Mapping[str, torch.Tensor]
     columns: Mapping[str, torch.Tensor]
     buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    prompts: Prompts | None = None
+
+    def per_row(self, column: str) -> torch.Tensor:
+        """D. A column's values of the step's rows: [N], or [N, width]; of a seated column, the elements in the row's seat (or defaults)."""
+        values = self.columns[column].index_select(0, self.rows)
+        lines = self.columns.get(f"{column}.seats")
+        return values if lines is None else lines[values.long()]

@@ -44,8 +44,9 @@ def prompt(blank: Plan, layouts: Sequence[GroupLayout], num_tokens: int) -> Plan
     )
 
 
-def large(blank: Plan, layouts: Sequence[GroupLayout], num_tokens: int, max_rows: int, max_model_len: int, taps: Feature) -> Plan:
-    """So many tokens in as many rows as there can be: one in each, and the rest in the first; with the tail that needs most memory."""
+def large(blank: Plan, layouts: Sequence[GroupLayout], num_tokens: int, max_rows: int, max_model_len: int, more: Feature) -> Plan:
+    """So many tokens in as many rows as there can be: one in each, and the rest in the first; with the tail that needs most
+    memory, and the features `more`."""
     rows = min(max_rows, num_tokens)
     num_query = np.ones(rows, np.int32)
     num_query[0] += num_tokens - rows
@@ -59,6 +60,6 @@ def large(blank: Plan, layouts: Sequence[GroupLayout], num_tokens: int, max_rows
         max_query=int(num_query[0]),
         max_seq_len=max_model_len,
         table_pages=tuple(layout.pages_for(max_model_len) for layout in layouts),
-        features=Feature.PLAIN | Feature.FILTERED | EDITED | Feature.LOGPROBS | Feature.PROMPT_LOGPROBS | taps,
+        features=Feature.PLAIN | Feature.FILTERED | EDITED | Feature.LOGPROBS | Feature.PROMPT_LOGPROBS | more,
         row_features=np.where(np.arange(rows) == 0, int(Feature.PROMPT_LOGPROBS), 0),
     )

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from modelrunner.attention import AttentionBackend
+from modelrunner.cache_scales import CacheScales
 from modelrunner.caches import allocate_caches
 from modelrunner.device import Device
 from modelrunner.errors import CapacityError
@@ -50,7 +51,8 @@ def check_budget(device: Device, budget: int, page_bytes: int) -> None:
 
 @dataclass(frozen=True)
 class CacheMaker:
-    """What a cache is made from. dtype: of queries. cache_dtype: of what is stored. backends: class of each group's backend."""
+    """What a cache is made from. dtype: of queries. cache_dtype: of what is stored. backends: class of each group's backend. scales: where
+    that has 8 bits."""
 
     device: Device
     ops: Ops
@@ -61,6 +63,7 @@ class CacheMaker:
     cache_dtype: torch.dtype
     backends: Mapping[str, type[AttentionBackend]]
     max_model_len: int
+    scales: CacheScales
 
     @property
     def measured(self) -> bool:
@@ -71,7 +74,9 @@ class CacheMaker:
     def make(self, num_pages: int) -> Cache:
         """Allocate a cache of so many pages and the null page. Raises CapacityError."""
         try:
-            arena, views = allocate_caches(self.layouts, num_pages + 1, self.page_bytes, self.cache_dtype, self.device.torch_device)
+            arena, views = allocate_caches(
+                self.layouts, num_pages + 1, self.page_bytes, self.cache_dtype, self.device.torch_device, self.dtype
+            )
         except (RuntimeError, MemoryError) as error:
             raise CapacityError(
                 f"the cache of {num_pages} pages of {self.page_bytes} bytes does not fit on device {self.device.name!r}; lower "
@@ -81,6 +86,7 @@ class CacheMaker:
         backends: dict[str, AttentionBackend] = {}
         for name, kind in self.backends.items():
             backends[name] = kind(groups[name], views[name], self.ops, self.dtype)  # type: ignore[arg-type]
+            backends[name].scales = self.scales.by_group.get(name)
         return Cache(num_pages, arena, views, backends)
 
     def make_first(self) -> Cache:

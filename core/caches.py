@@ -6,22 +6,37 @@ from collections.abc import Sequence
 
 import torch
 
+from modelrunner.model_state import CacheGroup, FullAttention
 from modelrunner.page_pool import GroupLayout
 
 
+def stored_type(group: CacheGroup, cache_dtype: torch.dtype, dtype: torch.dtype | None = None) -> torch.dtype:
+    """Type of what a group keeps: its own, else the cache's. 8 bits need scales, which attention applies: groups of another kind then get
+    `dtype`, the model's (default: the cache's)."""
+    own = group.cache_dtype()
+    if own is not None:
+        return own
+    return cache_dtype if dtype is None or cache_dtype.itemsize > 1 or isinstance(group, FullAttention) else dtype
+
+
 def allocate_caches(
-    layouts: Sequence[GroupLayout], num_pages: int, page_bytes: int, dtype: torch.dtype, device: torch.device
+    layouts: Sequence[GroupLayout],
+    num_pages: int,
+    page_bytes: int,
+    cache_dtype: torch.dtype,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Allocate the arena, [num_pages, page_bytes] uint8 zeros, and view it per group.
 
-    A group's view is [num_pages, num_layers, *page_shape] in its own type, by default `dtype`; views of different groups share the bytes
-    of a page, and the pool gives each page to one group at a time. Page 0 is the null page: it stays zero.
+    A group's view is [num_pages, num_layers, *page_shape] of `stored_type`; views of different groups share the bytes of a page, and the
+    pool gives each page to one group at a time. Page 0 is the null page: it stays zero.
     """
     arena = torch.zeros(num_pages, page_bytes, dtype=torch.uint8, device=device)
     views = {}
     for layout in layouts:
         group, tokens = layout.group, layout.tokens_per_page
-        typed = arena.view(group.cache_dtype() or dtype)
+        typed = arena.view(stored_type(group, cache_dtype, dtype))
         views[group.name] = typed[:, : group.page_elements(tokens)].unflatten(1, (len(group.layers), *group.page_shape(tokens)))
     return arena, views
 

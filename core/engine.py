@@ -26,8 +26,11 @@ from modelrunner.assemble import Assembly, assemble
 from modelrunner.batch import Drain, Plan, Ticket
 from modelrunner.caches import free_arena, restore_arena
 from modelrunner.checkpoint import ModelCard
+from modelrunner.choices import Choices, choices_of
 from modelrunner.errors import CapacityWarning, EngineError, PluginWarning, RequestError, warn_caller
+from modelrunner.guides import End
 from modelrunner.logprobs import keep_logprobs
+from modelrunner.memory_profile import weight_bytes
 from modelrunner.model_state import No
 from modelrunner.outputs import OutputProcessor
 from modelrunner.page_pool import PagePool
@@ -37,10 +40,12 @@ from modelrunner.scheduler import Scheduler
 from modelrunner.settings import RunnerSettings
 from modelrunner.step_books import Committed
 from modelrunner.text import Tokenizer
+from modelrunner.token_budget import usual_context
 from modelrunner.watch import Watch
 from modelrunner.weights import load_tensors
 
 FIRST_WEIGHTS = "0"  # version of the weights that an engine starts with
+COMPILING_SECONDS = 0.01  # at most, for a step in which nothing can run before a grammar is compiled
 
 
 class Engine:
@@ -57,9 +62,11 @@ class Engine:
         self.scheduler = self._scheduler(self.assembly)
         self._warn_of_small_cache()
         self.outputs = OutputProcessor(self.tokenizer, self.scheduler, self.assembly.taps.arrays)
+        self.guides = self.assembly.guides
         self.watch = Watch(self.assembly.observers, self.scheduler)
         self.tickets: deque[Ticket] = deque()
-        self.requests: dict[str, Request] = {}
+        self.requests: dict[str, Request] = {}  # one for each choice
+        self.choices = Choices()
         self.failure: BaseException | None = None
         self.closed = False
         self._ended: list[Request] = []  # finished by the host since the last step
@@ -80,6 +87,7 @@ class Engine:
             max_rows=scheduler.max_rows,
             max_batched_tokens=scheduler.max_batched_tokens,
             max_mixed_tokens=scheduler.max_mixed_tokens,
+            usual_context=usual_context(weight_bytes(parts.state.module), parts.layouts, parts.resolved.page_bytes),
             max_model_len=parts.resolved.max_model_len,
             policy=scheduler.policy,
             chunked_prefill=scheduler.chunked_prefill,
@@ -125,11 +133,14 @@ class Engine:
         priority: int = 0,
         deadline: float | None = None,
         cache_salt: str | None = None,
+        choice: int = 0,
+        fork: str | None = None,
     ) -> None:
         """Queue a request. Raises RequestError, and takes nothing, when it cannot be served as it was put.
 
         prompt: text, token ids, or {"prompt": ...} / {"prompt_token_ids": [...]}, which may hold `cache_salt`. priority: lower runs
-        earlier under the `priority` policy. deadline: seconds from now after which it ends with finish reason `timeout`.
+        earlier under the `priority` policy. deadline: seconds from now after which it ends with finish reason `timeout`. choice, fork: for
+        a caller that puts each of several answers to one prompt as a request of its own: which one it is, and what names them all.
         """
         self._check_alive()
         request = make_request(
@@ -146,21 +157,41 @@ class Engine:
             seed=secrets.randbits(63),
             now=time.monotonic(),
         )
+        self.choices.check(request_id)
+        request.choice, request.fork = choice, fork
+        requests = choices_of(request)
+        taken: list[Request] = []
+        try:
+            for each in requests:
+                self._queue(each)
+                taken.append(each)
+        except BaseException:
+            for each in taken:
+                self.scheduler.finish(each, "error")
+                self.outputs.finish(each)
+            raise
+        if len(requests) > 1:
+            self.choices.open(request, requests)
+        for each in requests:
+            self.requests[each.id] = each
+            self.guides.start(each)
+            self.watch.request_started(each)
+
+    def _queue(self, request: Request) -> None:
         self.assembly.sampler.check(request, self.settings)
         request.features = int(self.assembly.sampler.features(request.params))
-        if params is not None and params.prompt_logprobs is not None:
+        if request.params.prompt_logprobs is not None:
             answer = self.assembly.state.supports("prompt_logprobs")
             if isinstance(answer, No):
                 raise RequestError(f"prompt_logprobs: {type(self.assembly.state).__name__} gives none: {answer.reason}")
         self.assembly.taps.admit(request)
+        self.guides.open(request)
         self.scheduler.add(request)
         try:
             self.outputs.add(request)
         except Exception as error:  # the tokenizer may have fewer ids than the model
             self.scheduler.finish(request, "error")
             raise RequestError(f"prompt: the tokenizer cannot turn its ids into text ({type(error).__name__}: {error})") from error
-        self.requests[request_id] = request
-        self.watch.request_started(request)
 
     def abort(self, request_id: str) -> None:
         """End a request now; its last output (finish reason `abort`) comes from the next `step`. An id that is not running is ignored.
@@ -169,8 +200,9 @@ class Engine:
         """
         if not isinstance(request_id, str) or not request_id:
             raise RequestError(f"abort takes the id of one request, a non-empty string; got {shown(request_id)}")
-        if (request := self.requests.get(request_id)) is not None:
-            self._finish(request, "abort")
+        for each in self.choices.ids(request_id):
+            if (request := self.requests.get(each)) is not None:
+                self._finish(request, "abort")
 
     def has_unfinished(self) -> bool:
         """Whether another `step` has something to do or to report."""
@@ -195,6 +227,7 @@ class Engine:
         for request in self.scheduler.expire(now):
             self._ended.append(request)
             self._forget(request)
+        self._end_guided(self.guides.poll(now, self.scheduler))
         outputs = self._take_ready()
         try:
             plan = None if self._sleeping else self.scheduler.plan()
@@ -209,9 +242,11 @@ class Engine:
             depth = self.settings.scheduler.pipeline_depth
             outputs += self._collect(keep=depth - 1 if plan is not None else max(len(self.tickets) - 1, 0))
             outputs += self._report_ended()
+            if plan is None and not outputs and self.guides.num_compiling:
+                self.guides.wait(COMPILING_SECONDS)
             if not self.tickets:  # no launch follows that observers could be told after
                 self.watch.deliver()
-            return outputs
+            return self.choices.merge(outputs)
         except BaseException as error:
             self._ready = outputs
             if not isinstance(error, Exception):
@@ -221,7 +256,7 @@ class Engine:
     def drain(self) -> list[RequestOutput]:
         """Collect every step in flight and return the outputs that are new. Nothing is planned: requests stay where they are."""
         self._check_alive()
-        return self._take_ready() + self._collect(keep=0) + self._report_ended()
+        return self.choices.merge(self._take_ready() + self._collect(keep=0) + self._report_ended())
 
     def _launch(self, plan: Plan, planning: float) -> None:
         planned = time.monotonic()
@@ -254,8 +289,10 @@ class Engine:
             if outcome.logprobs is not None:
                 keep_logprobs(outcome, self.scheduler.rows, self.scheduler.request_at)
             committed = self.scheduler.commit(outcome)
+            self.guides.take(committed, self.scheduler)
             outputs += self._process(committed)
             self.watch.committed(ticket.plan, waiting, arrived, committed)
+        self._end_guided(self.guides.fill(self.scheduler, self.settings.grammar.fill_seconds if self.tickets else None))
         return outputs
 
     def _process(self, committed: Committed) -> list[RequestOutput]:
@@ -265,6 +302,10 @@ class Engine:
         for request, keep, reason, stop in stops:
             self._finish(request, reason, stop, keep)
         return outputs
+
+    def _end_guided(self, ends: Iterable[End]) -> None:
+        for request, reason, stop_reason in ends:
+            self._finish(request, reason, stop_reason)
 
     def _report_ended(self) -> list[RequestOutput]:
         ended, self._ended = self._ended, []
@@ -277,6 +318,7 @@ class Engine:
     def _forget(self, request: Request) -> None:
         if self.requests.get(request.id) is request:  # its id may be another request's by now
             del self.requests[request.id]
+            self.guides.forget(request)
             self.watch.request_finished(request)
 
     def _check_alive(self) -> None:
@@ -297,7 +339,8 @@ class Engine:
 
         tensors: every tensor of a checkpoint under its checkpoint name, one at a time, on any device. version: name of these weights, for
         `RequestOutput.weight_version`; None for the number of updates so far. A running request keeps its tokens, and what the cache holds
-        of it is computed again, so that each later token comes from one version of the weights. Cached prefixes are forgotten.
+        of it is computed again, so that each later token comes from one version of the weights. Cached prefixes are forgotten. Scales of a
+        cache in 8 bits are replaced by those among the tensors, and else stay.
         Outputs collected on the way come from the next `step`.
 
         Raises CheckpointError when the tensors do not fit (see `weights.load_tensors`). When some had been stored by then, the weights are
@@ -308,10 +351,13 @@ class Engine:
             raise RequestError(f"version: got {version!r}; accepted: a string that is not empty, or None")
         self._pause()
         self.scheduler.reset_prefix_cache()
-        state, device = self.assembly.state, self.assembly.device
+        state, device, scales = self.assembly.state, self.assembly.device, self.assembly.scales
+        weight_map = state.weight_map(self.card)
         device.synchronize()
         try:
-            load_tensors(state.module, state.weight_map(self.card), tensors, source="the set of new weights", writing=self._note_write)
+            weights = scales.passing(tensors, weight_map)
+            load_tensors(state.module, weight_map, weights, source="the set of new weights", writing=self._note_write)
+            scales.store()
         except BaseException as error:
             if self._broken_weights:
                 self._broken_weights = f"{type(error).__name__}: {error}"

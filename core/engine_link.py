@@ -6,6 +6,7 @@ whichever thread has one.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import pickle
@@ -15,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-from asyncio import AbstractEventLoop
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -92,12 +92,13 @@ class EngineLink:
 
     # ---- requests ------------------------------------------------------------------------------------------------
 
-    def open(self, request: Request, tokenizer: Tokenizer | None) -> RequestStream:
-        """Send a request. Outputs come to the running event loop. Raises EngineError when the engine is gone.
+    def open(self, request: Request, tokenizer: Tokenizer | None, name: str = "", arrived: asyncio.Event | None = None) -> RequestStream:
+        """Send a request. Outputs come to the running event loop. name, arrived: see `RequestStream`. Raises EngineError when the engine is
+        gone.
 
         Raises RequestError for parameters that cannot be sent to another process.
         """
-        stream = RequestStream(next(self._numbers), request, tokenizer)
+        stream = RequestStream(next(self._numbers), request, tokenizer, name, arrived)
         try:
             data = encode(stream.command())
         except (TypeError, OverflowError) as error:
@@ -113,7 +114,7 @@ class EngineLink:
     def abort(self, request_id: str) -> None:
         """End a request of this id, if there is one; its last output follows."""
         for stream in list(self._streams.values()):
-            if stream.request.id == request_id:
+            if stream.name == request_id:
                 self._send(Abort(stream.number))
 
     def release(self, stream: RequestStream, reason: str = "abort") -> None:
@@ -290,7 +291,7 @@ class EngineLink:
 
     def _hand_over(self, items: Sequence[tuple[RequestStream, Item]]) -> None:
         """Give outputs to the event loops that wait for them, to each in one call."""
-        by_loop: dict[AbstractEventLoop, list[tuple[RequestStream, Item]]] = {}
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[RequestStream, Item]]] = {}
         for stream, item in items:
             by_loop.setdefault(stream.loop, []).append((stream, item))
         for loop, group in by_loop.items():

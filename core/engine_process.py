@@ -120,6 +120,7 @@ class EngineLoop:
             weight_version=self.engine.weight_version,
             weights_problem=self._changes.weights_problem,
             loaded_tensors=self._changes.loaded,
+            held=counts.held,
         )
 
     # ---- commands ------------------------------------------------------------------------------------------------
@@ -182,6 +183,8 @@ class EngineLoop:
                 priority=command.priority,
                 deadline=deadline,
                 cache_salt=command.cache_salt,
+                choice=command.choice,
+                fork=command.fork,
             )
         except EngineError:
             raise

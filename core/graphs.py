@@ -21,8 +21,9 @@ from modelrunner.model_state import ModelState, Needs, No
 from modelrunner.step_buffers import Buckets, Shape
 
 KINDS = (Feature.GREEDY, Feature.PLAIN)  # tails of decode steps captured at start-up; others on their second use
-# Features of tails that can be captured: not those of taps, nor of log-probs of prompts and of whole vocabularies.
-CAPTURED = int(Feature.PLAIN | Feature.FILTERED | EDITED | Feature.LOGPROBS)
+# Features of tails that can be captured, beside those of logits processors: not those of taps, nor of log-probs of prompts and of whole
+# vocabularies.
+CAPTURED = Feature.PLAIN | Feature.FILTERED | EDITED | Feature.LOGPROBS
 
 
 class Key(NamedTuple):
@@ -84,12 +85,16 @@ def capture_problem(eager: bool, device: Device, state: ModelState, needs: Needs
 class StepGraphs:
     """Keeps a closure, and once it is captured a replay, for each key. `run` is called where the step's work runs: in stream order."""
 
-    def __init__(self, device: Device, buckets: Buckets, make: Callable[[Key], Callable[[], None]], reason: str = "") -> None:
-        """buckets: shapes that may be captured. make: builds the closure of a key. reason: why nothing is to be captured."""
+    def __init__(
+        self, device: Device, buckets: Buckets, make: Callable[[Key], Callable[[], None]], reason: str = "", features: Feature = CAPTURED
+    ) -> None:
+        """buckets: shapes that may be captured. make: builds the closure of a key. reason: why nothing is to be captured. features: those
+        that a captured step may have."""
         self.device = device
         self.reason = reason
         self._rows, self._tokens = ((), ()) if reason else (tuple(buckets.rows), tuple(buckets.tokens))
         self._make = make
+        self._uncaptured = ~int(features)
         self._closures: dict[Key, Callable[[], None]] = {}
         self._replays: dict[Key, Callable[[], None]] = {}
 
@@ -103,9 +108,14 @@ class StepGraphs:
         """Graphs that start-up captures."""
         return len(self._tokens) + len(self._rows) * len(KINDS)
 
+    @property
+    def captured(self) -> list[Key]:
+        """What is ready to be replayed."""
+        return list(self._replays)
+
     def keys(self, plan: Plan, shape: Shape) -> tuple[Key, ...]:
         """The graphs that run `plan`, padded to `shape`, one after the other; none for a step that is not captured."""
-        if plan.num_draft or int(plan.features) & ~CAPTURED:
+        if plan.num_draft or int(plan.features) & self._uncaptured:
             return ()
         features = plan.features | EDITED if plan.features & EDITED else plan.features  # one graph edits all that a row may ask for
         if plan.num_decode == plan.num_rows:

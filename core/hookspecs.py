@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from modelrunner.checkpoint import CheckpointReader, ModelCard
     from modelrunner.cli import Command
     from modelrunner.device import Device
+    from modelrunner.grammar import GrammarBackend
     from modelrunner.linear import LinearScheme
+    from modelrunner.logits_processors import RegisterProcessor
     from modelrunner.model_state import CacheGroup, ModelState
     from modelrunner.observers import Observer
     from modelrunner.offers import Decline, Offer
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
     from modelrunner.text import Tokenizer
 
 PROJECT = "modelrunner"
-API_VERSION = "1.4"
+API_VERSION = "1.5"
 
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
@@ -86,10 +88,18 @@ class HookSpecs:
         """Taps that read or change hidden states for the requests that ask. `model_info.tap_points` says where this model has some."""
 
     @hookspec
+    def logits_processors(self, register: RegisterProcessor, model_info: ModelInfo) -> None:
+        """Register processors that change the logits of the requests that ask: `register(processor)`."""
+
+    @hookspec
     def attention_backend(
         self, group: CacheGroup, device: Device, settings: RunnerSettings
     ) -> Offer[type[AttentionBackend]] | Decline | None:
         """Bid to run attention over the cache group `group`."""
+
+    @hookspec
+    def grammar_backend(self, settings: RunnerSettings) -> Offer[type[GrammarBackend]] | Decline | None:
+        """Bid to compile the grammars of structured output. Loaded when the first request asks for it; none at all is no error before."""
 
     @hookspec
     def observer(self, settings: RunnerSettings) -> Observer | Sequence[Observer] | None:

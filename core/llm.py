@@ -14,15 +14,28 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
+from modelrunner.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence, search
 from modelrunner.chat import Message, chat_tokenizer, conversations, with_text
 from modelrunner.engine import Engine
 from modelrunner.errors import RequestError, kind_of
 from modelrunner.new_weights import Weights, checkpoint_name, checkpoint_tensors
-from modelrunner.request import OutputKind, Prompt, RequestOutput, SamplingParams, default_params
+from modelrunner.request import (
+    OutputKind,
+    Prompt,
+    RequestOutput,
+    SamplingParams,
+    check_ids,
+    default_params,
+    merged_eos,
+    read_prompt,
+)
 
 if TYPE_CHECKING:
+    import torch
+
     from modelrunner.checkpoint import ModelCard
     from modelrunner.text import Tokenizer
 
@@ -115,6 +128,31 @@ class LLM:
                 prompts.append({"prompt_token_ids": tokenizer.apply_chat_template(with_text(conversation), add_generation_prompt)})
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, priority=priority, deadline=deadline)
 
+    def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: bool = True) -> list[BeamSearchOutput]:
+        """The likeliest answers to each prompt, found by beam search: `params.beam_width` sequences, the best first.
+
+        prompts: as for `generate`; their cache salts are left out. Needs as many log-probs as twice the beam width
+        (`sampler.max_logprobs`), or more where several ids end an output, and is slow without prefix caching.
+        Raises RequestError before anything runs when a prompt is invalid, naming its index.
+        """
+        if not isinstance(params, BeamSearchParams):
+            raise RequestError(f"params: got {kind_of(params)}; accepted: BeamSearchParams")
+        resolved, eos = self.engine.assembly.resolved, merged_eos(self.card, self.tokenizer)
+        ids = []
+        for i, prompt in enumerate(as_list(prompts)):
+            with naming_prompt(i):
+                ids.append(list(read_prompt(prompt, self.tokenizer)[1]))
+                check_ids(ids[-1], self.engine.assembly.needs.vocab_size, resolved.max_model_len)
+
+        def generate(beams: Sequence[Prompt], step: SamplingParams) -> list[RequestOutput]:
+            return self.generate(beams, step, use_tqdm=False)
+
+        found = search(generate, ids, params, eos, resolved.max_model_len, use_tqdm=use_tqdm)
+        return [BeamSearchOutput([self._with_text(sequence) for sequence in each.finished]) for each in found]
+
+    def _with_text(self, sequence: BeamSearchSequence) -> BeamSearchSequence:
+        return sequence if self.tokenizer is None else replace(sequence, text=self.tokenizer.decode(sequence.tokens))
+
     def update_weights(self, tensors: Weights, version: str | None = None) -> None:
         """Replace the weights in place; see `Engine.update_weights`.
 
@@ -124,6 +162,20 @@ class LLM:
         if isinstance(tensors, (str, os.PathLike)):
             tensors = checkpoint_tensors(checkpoint_name(tensors), self.engine.assembly.manager, self.engine.settings)
         self.engine.update_weights(tensors, version)
+
+    def calibrate_cache(self, prompts: Prompt | Sequence[Prompt]) -> Mapping[str, torch.Tensor]:
+        """Set the scales of a cache in 8 bits (`cache.dtype=float8_e4m3fn`) by what the prompts' keys and values are, head by head.
+
+        The prompts run once, or up to three times if some keys or values did not fit the scales they began with. A scale becomes the power
+        of 2 that leaves room for twice the largest number seen. What the cache held is forgotten. Later updates of the weights keep the
+        scales, unless they bring some.
+
+        Returns them by checkpoint name, [num_kv_heads] float32 each; `safetensors.torch.save_file` makes a file for `cache.scales` of it.
+        Raises RequestError while requests are open, and for a cache of another type; or as `generate` does.
+        """
+        from modelrunner.calibration import calibrate
+
+        return calibrate(self, prompts)
 
     def sleep(self) -> None:
         """Give the cache's memory up until `wake_up`; `generate` raises RequestError meanwhile."""

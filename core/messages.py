@@ -25,7 +25,8 @@ class Greet(_Message):
 
 
 class Add(_Message):
-    """Queue a request. prompt: token ids. params: fields of SamplingParams. deadline: on the monotonic clock, which all processes share."""
+    """Queue a request. prompt: token ids. params: fields of SamplingParams. deadline: on the monotonic clock, which all processes share.
+    choice, fork: see `Engine.add_request`."""
 
     number: int
     request_id: str
@@ -34,6 +35,8 @@ class Add(_Message):
     priority: int = 0
     deadline: float | None = None
     cache_salt: str | None = None
+    choice: int = 0
+    fork: str | None = None
 
 
 class Abort(_Message):
@@ -131,7 +134,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     """Gauges and counters of an engine process. Counters only rise.
 
     running: requests with a row. waiting: without one. pages_used, pages_total: of the cache; pages that only the prefix cache keeps are
-    not used. turns: of the process's loop. steps: committed. finished: requests by finish reason. Tokens are counted as in
+    not used. turns: of the process's loop. steps: committed. finished: requests by finish reason. Tokens and held rows are counted as in
     `scheduler.Stats`. sleeping: the cache's memory is given up, and requests wait. weight_version: of the weights in use.
     weights_problem: why they cannot be used, so that requests wait; empty when they can. loaded_tensors: of all updates.
     """
@@ -152,6 +155,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     weight_version: str = "0"
     weights_problem: str = ""
     loaded_tensors: int = 0
+    held: int = 0
 
     @property
     def progress(self) -> tuple[int, int, int, int]:

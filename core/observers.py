@@ -25,7 +25,8 @@ class StepReport(NamedTuple):
     num_rows, num_tokens: of the step. num_decode: rows that compute one token each. num_generated: tokens it added to outputs.
     num_finished: requests it ended. At the time of the launch: num_running: requests with a row, num_waiting: without one; num_in_flight:
     launched steps, this one included; pages_free, pages_total: of the cache, in pages (free ones may hold cached prefixes).
-    num_preemptions: requests that gave way for this step.
+    num_preemptions: requests that gave way for this step. num_held: rows with structured output that were left out of it, since the mask
+    of their next token was not there.
     """
 
     step: int
@@ -46,6 +47,7 @@ class StepReport(NamedTuple):
     pages_free: int
     pages_total: int
     num_preemptions: int
+    num_held: int = 0
 
 
 class RequestStart(NamedTuple):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,17 +47,21 @@ class GroupLayout:
         return max(min(self.pages_for(tokens), touched), 1)
 
 
-def page_layout(groups: Sequence[CacheGroup], page_size: int, itemsize: int) -> tuple[int, list[GroupLayout]]:
+def page_layout(groups: Sequence[CacheGroup], page_size: int, itemsize: int | Mapping[str, int]) -> tuple[int, list[GroupLayout]]:
     """Share pages of equal bytes between groups: (bytes of a page, layouts in the order of `groups`).
 
-    itemsize: bytes of an element of a group that does not choose its own type. A page holds `page_size` tokens of the group with the most
-    bytes per token, or the one fixed amount of a group that keeps such (`CacheGroup.page_tokens`), if that is more. The groups that keep
-    something by the token get as many whole multiples of `page_size` as fit into these bytes, so that prefixes which all groups can serve
-    stay frequent. Pages lie a whole number of each such group's tokens of a layer apart, so that operations can see the memory as tokens.
+    itemsize: bytes of an element, for each group by name, or one number for those that do not choose their own type. A page holds
+    `page_size` tokens of the group with the most bytes per token, or the one fixed amount of a group that keeps such
+    (`CacheGroup.page_tokens`), if that is more. The groups that keep something by the token get as many whole multiples of `page_size` as
+    fit into these bytes, so that prefixes which all groups can serve stay frequent. Pages lie a whole number of each such group's tokens of
+    a layer apart, so that operations can see the memory as tokens.
     """
     if not groups:
-        return page_size * itemsize, []
-    sizes = [itemsize if (dtype := group.cache_dtype()) is None else dtype.itemsize for group in groups]
+        return page_size, []
+    if isinstance(itemsize, Mapping):
+        sizes = [itemsize[group.name] for group in groups]
+    else:
+        sizes = [itemsize if (dtype := group.cache_dtype()) is None else dtype.itemsize for group in groups]
     fixed = [group.page_tokens() for group in groups]
     least = [group.page_elements(tokens or page_size) * size for group, tokens, size in zip(groups, fixed, sizes, strict=True)]
     units = [size if tokens else math.prod(group.page_shape(1)) * size for group, tokens, size in zip(groups, fixed, sizes, strict=True)]

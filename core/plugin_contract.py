@@ -30,6 +30,7 @@ COMPONENTS: dict[str, tuple[str, str]] = {
     "device": ("modelrunner.device", "Device"),
     "attention_backend": ("modelrunner.attention", "AttentionBackend"),
     "linear_scheme": ("modelrunner.linear", "LinearScheme"),
+    "grammar_backend": ("modelrunner.grammar", "GrammarBackend"),
 }
 # The type that an offer of the hook must load an instance of.
 VALUES: dict[str, type] = {"model_source": Path, "model_config": Mapping}
@@ -100,6 +101,8 @@ def answer_problem(hook: str, answer: Any) -> str:
         good = answer is None or (isinstance(answer, (list, tuple)) and all(hasattr(c, "name") and hasattr(c, "run") for c in answer))
     elif hook == "kernels":
         good, wanted = answer is None, "None (operations are handed to `register`)"
+    elif hook == "logits_processors":
+        good, wanted = answer is None, "None (processors are handed to `register`)"
     elif hook in INSTANCES:
         module, name = INSTANCES[hook]
         good = all(isinstance(a, getattr(import_module(module), name)) for a in flatten(answer))

@@ -18,13 +18,13 @@ from modelrunner.page_pool import GroupLayout, Int32Array, PagePool
 KEY_BYTES = 16
 
 
-def root_key(seed: bytes, adapter: str | None, salt: str | None, world: bytes | None = None) -> bytes:
+def root_key(seed: bytes, adapter: str | None, salt: str | None, world: bytes | None = None, private: str | None = None) -> bytes:
     """Start of a chain. Each part is written with its presence and length, so no two that differ in any give the same text to hash.
 
-    seed: names the weights. world: what taps do to the request's hidden states.
+    seed: names the weights. world: what taps do to the request's hidden states. private: names the few that share it.
     """
     text = blake2b(digest_size=KEY_BYTES)
-    for part in (seed, adapter, salt, world):
+    for part in (seed, adapter, salt, world, *(() if private is None else (private,))):
         if part is None:
             text.update(b"\0")
         else:

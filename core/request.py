@@ -16,6 +16,7 @@ from modelrunner.sampling_params import INT32_MAX, OutputKind, SamplingParams, a
 
 if TYPE_CHECKING:
     from modelrunner.checkpoint import ModelCard
+    from modelrunner.guides import Guide
     from modelrunner.text import Tokenizer
 
 __all__ = [
@@ -28,9 +29,11 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "Status",
+    "check_ids",
     "default_params",
     "make_request",
     "merged_eos",
+    "read_prompt",
 ]
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -101,7 +104,9 @@ class Request:
     token_ids: prompt, then committed output (output is appended when the row is released; while running it lives in the token log).
     limit: tokens (prompt + output) at which it ends. seed: 64-bit, always set. features: bits of batch.Feature. tap_values: column values
     that taps gave. cache_world: what its cached pages depend on beside tokens, weights and salt. results: a byte record [bytes] uint8 of
-    taps per output token. bad_word_ids: every tokenisation of `params.bad_words`. logprobs: None if it asks for none.
+    taps per output token. bad_word_ids: every tokenisation of `params.bad_words`. guide: of a request with structured output.
+    logprobs: None if it asks for none. failure: what a function of `params.logits_processors` did wrong. choice: which of several answers
+    to its prompt. fork: names the requests that share this prompt, of which one computes it.
     """
 
     id: str
@@ -130,7 +135,11 @@ class Request:
     cache_world: bytes | None = None
     results: list[npt.NDArray[np.uint8]] = field(default_factory=list)
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    guide: Guide | None = None
     logprobs: RequestLogprobs | None = None
+    failure: str | None = None
+    choice: int = 0
+    fork: str | None = None
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -188,7 +197,7 @@ def make_request(
     text, ids, salt = read_prompt(prompt, tokenizer)
     if salt is not None and cache_salt is not None:
         raise RequestError("cache_salt: given both in the prompt and as an argument; accepted: one of them")
-    _check_ids(ids, vocab_size, max_model_len)
+    check_ids(ids, vocab_size, max_model_len)
     request = Request(
         id=request_id,
         prompt_token_ids=ids,
@@ -266,7 +275,8 @@ def list_of_ids(value: object) -> list[int]:
     return checked
 
 
-def _check_ids(ids: Sequence[int], vocab_size: int, max_model_len: int) -> None:
+def check_ids(ids: Sequence[int], vocab_size: int, max_model_len: int) -> None:
+    """Raise RequestError for a prompt that is empty, leaves no room for output, or has an id that the model lacks."""
     if not ids:
         raise RequestError("prompt: it is empty (0 tokens); accepted: at least 1 token")
     if len(ids) >= max_model_len:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,9 @@ from modelrunner.request import OutputKind, Request, RequestOutput, SamplingPara
 from modelrunner.step_books import Committed
 from modelrunner.text import Tokenizer
 
+if TYPE_CHECKING:
+    from modelrunner.engine_link import EngineLink
+
 Item = RequestOutput | Exception
 
 
@@ -25,9 +28,13 @@ class RequestStream:
     The text is made by the `OutputProcessor` that `Engine` uses, from the same tokens, so that both give the same outputs.
     """
 
-    def __init__(self, number: int, request: Request, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self, number: int, request: Request, tokenizer: Tokenizer | None, name: str = "", arrived: asyncio.Event | None = None
+    ) -> None:
+        """name: what the caller knows it by; its id if empty. arrived: an event to set that others set too."""
         self.number = number
         self.request = request
+        self.name = name or request.id
         self.loop = asyncio.get_running_loop()
         self.over = False  # the last item was given to `deliver`
         request.row = 0
@@ -35,7 +42,7 @@ class RequestStream:
         self._outputs.add(request)
         self._extra: dict[str, npt.NDArray[Any]] = {}
         self._items: deque[Item] = deque()
-        self._arrived = asyncio.Event()
+        self._arrived = arrived or asyncio.Event()
 
     def request_at(self, row: int) -> Request:
         """The holder of the only row that there is here."""
@@ -50,6 +57,7 @@ class RequestStream:
         params = request.params
         watched = bool(params.stop) or params.output_kind is not OutputKind.FINAL_ONLY
         changed = {
+            "n": 1,
             "stop": (),
             "stop_token_ids": request.stop_ids,
             "ignore_eos": True,
@@ -66,6 +74,8 @@ class RequestStream:
             request.priority,
             request.deadline,
             request.cache_salt,
+            request.choice,
+            request.fork,
         )
 
     # ---- the link's thread -----------------------------------------------------------------------------------------
@@ -125,10 +135,20 @@ class RequestStream:
 
     async def next(self) -> RequestOutput:
         """The next output. Raises the error that ended the request."""
-        while not self._items:
+        while (item := self.take()) is None:
             self._arrived.clear()
             await self._arrived.wait()
+        return item
+
+    def take(self) -> RequestOutput | None:
+        """The next output if it is there. Raises the error that ended the request."""
+        if not self._items:
+            return None
         item = self._items.popleft()
         if isinstance(item, Exception):
             raise item
         return item
+
+    def release(self, link: EngineLink) -> None:
+        """Nobody waits for this any more."""
+        link.release(self)

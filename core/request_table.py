@@ -179,6 +179,11 @@ class PatchBuilder:
         line[: given.size] = given
         self._run(region.base + seat * region.stride, line.view(np.int32))
 
+    def line(self, name: str, seat: int, elements: Int32Array) -> None:
+        """Set the first elements of a seat's line of a 32-bit seated column."""
+        region = self.table.regions[f"{name}.seats"]
+        self._run(region.base + seat * region.stride, region.column.encode(elements))
+
     def elements(self, name: str, rows: npt.NDArray[Any], cols: npt.NDArray[Any], values: npt.NDArray[Any]) -> None:
         """Set single elements [row, col] of a 32-bit column: three arrays of one length."""
         region = self.table.regions[name]

@@ -115,6 +115,7 @@ class HostRows:
 
     active [bool]: a request holds the row. generation: number of its tenancy. num_prompt: prompt tokens. limit: known tokens at which it
     ends. known, computed: committed. known_upper, computed_upper: committed and planned. last_ticket [int64]: last step that names the row.
+    guided [bool]: each of its tokens needs a mask that depends on the one before. held [bool]: that mask is not there yet.
     token_log [max_rows, max_model_len]: prompt and committed output. features [int64]: bits of `batch.Feature`.
     """
 
@@ -129,11 +130,14 @@ class HostRows:
         self.known_upper = np.zeros(max_rows, np.int32)
         self.computed_upper = np.zeros(max_rows, np.int32)
         self.features = np.zeros(max_rows, np.int64)
+        self.guided = np.zeros(max_rows, np.bool_)
+        self.held = np.zeros(max_rows, np.bool_)
+        self.num_guided = 0  # active rows that are
         self.last_ticket = np.full(max_rows, -1, np.int64)
         self.token_log = np.zeros((max_rows, max_model_len), np.int32)
         self.tables = [BlockTable(layout, index, max_rows, max_model_len) for index, layout in enumerate(layouts)]
 
-    def open(self, row: int, tokens: Int32Array, computed: int, num_prompt: int, limit: int, features: int) -> None:
+    def open(self, row: int, tokens: Int32Array, computed: int, num_prompt: int, limit: int, features: int, guided: bool = False) -> None:
         """Start a tenancy: `tokens` are known, the first `computed` of them are in the cache."""
         self.generation[row] += 1
         self.active[row] = True
@@ -141,10 +145,14 @@ class HostRows:
         self.known[row] = self.known_upper[row] = tokens.size
         self.computed[row] = self.computed_upper[row] = computed
         self.num_prompt[row], self.limit[row], self.features[row] = num_prompt, limit, features
+        self.guided[row], self.held[row] = guided, False
+        self.num_guided += guided
 
     def close(self, row: int, pool: PagePool) -> None:
         """End a tenancy and release its pages."""
         self.active[row] = False
+        self.num_guided -= int(self.guided[row])
+        self.guided[row] = self.held[row] = False
         for table in self.tables:
             table.clear(row, pool)
 
@@ -157,15 +165,18 @@ class HostRows:
         """Rows of the next step, their query tokens, and how many of them (the first ones) decode.
 
         Rows with one token left to compute come first; what they leave of the budget goes to unfinished prompts, in the order of `running`.
-        A row that will have reached its limit once the steps in flight are collected is left out. waiting: requests without a row.
+        A row that will have reached its limit once the steps in flight are collected is left out, and one that is held. waiting: requests
+        without a row.
         """
+        if self.num_guided:
+            running = running[~self.held[running]]
         running = running[self.known_upper[running] < self.limit[running]]
         pending = self.known_upper[running] - self.computed_upper[running]
         decode = running[pending == 1]
         if decode.size > budget.most:  # those that waited longest
             decode = decode[np.argsort(self.last_ticket[decode], kind="stable")[: budget.most]]
         prefill, pending = running[pending > 1], pending[pending > 1]
-        tokens = budget.tokens(decode.size, prefill.size + waiting)
+        tokens = budget.tokens(decode.size, prefill.size + waiting, int(self.computed_upper[decode].sum()))
         chunk = np.clip(tokens - decode.size - (np.cumsum(pending) - pending), 0, pending).astype(np.int32)
         counts = np.concatenate([np.ones(decode.size, np.int32), chunk[chunk > 0]])
         return np.concatenate([decode, prefill[chunk > 0]]), counts, int(decode.size)
@@ -175,6 +186,8 @@ class HostRows:
         self.computed_upper[rows] += counts
         sampled: BoolArray = self.computed_upper[rows] == self.known_upper[rows]
         self.known_upper[rows] += sampled
+        if self.num_guided:
+            self.held[rows] = self.guided[rows] & sampled
         return sampled
 
     def next_growth(self) -> int:
@@ -201,6 +214,9 @@ class HostRows:
         assert (self.known <= self.known_upper)[on].all(), "more tokens known than planned"
         assert (self.known_upper <= self.limit)[on].all(), "a row is planned past its limit"
         assert (self.computed_upper <= self.known_upper)[on].all(), "a row computes tokens that nobody knows"
+        assert self.num_guided == int((self.guided & on).sum()), "guided rows are miscounted"
+        assert not (self.held & ~(self.guided & on)).any(), "a row is held that is not guided"
+        assert not (self.guided & ~self.held & (self.known_upper != self.known))[on].any(), "a guided row samples without a new mask"
         owners = np.zeros(pool.arena_pages, np.int64)
         for table in self.tables:
             span = np.arange(table.max_pages)

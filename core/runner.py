@@ -8,7 +8,8 @@ closure is the step: patch, gather, embed, layers, hidden states at the sampling
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -18,19 +19,18 @@ from tqdm import tqdm  # type: ignore[import-untyped,unused-ignore]
 
 from modelrunner import blank_plans
 from modelrunner.attention import AttentionBackend, AttentionMeta, BoundAttention, ByGroup, attention_meta
-from modelrunner.batch import EDITED, EMPTY_PATCH, Batch, Feature, Outcome, Patch, Plan, Record, Ticket, record_words
+from modelrunner.batch import EDITED, EMPTY_PATCH, LOGGED, Batch, Feature, Outcome, Patch, Plan, Record, Ticket, record_words
 from modelrunner.device import Event, PinnedBuffer
 from modelrunner.errors import EngineError, PluginError
 from modelrunner.extras import Extras
-from modelrunner.graphs import GraphReport, Key, StepGraphs
+from modelrunner.graphs import CAPTURED, GraphReport, Key, StepGraphs
 from modelrunner.model_state import Tap
 from modelrunner.runner_parts import Parts, Route
 from modelrunner.step_buffers import Buckets, PlanPacker, Shape, StepBuffers
-from modelrunner.step_logprobs import Asked, StepLogprobs
+from modelrunner.step_logprobs import NOTHING, Asked, StepLogprobs
 from modelrunner.tap_set import ActiveTaps
 
 FIRST_PROMPT = 32  # tokens of a prompt whose kernels are built with the first ones
-LOGGED = EDITED | Feature.LOGPROBS
 POISON = -0x5A5A5A5B  # what a released ring entry holds on a testing device: no row, no token
 
 
@@ -75,7 +75,7 @@ class Runner:
         self.route: Route | None = None  # of the last launched step, while its rows are on the device
         self.warming_up = False
         self.max_tokens, self.max_model_len = max_tokens, max_model_len
-        self.graphs = StepGraphs(self.device, buckets, self._closure, no_graphs)
+        self.graphs = StepGraphs(self.device, buckets, self._closure, no_graphs, CAPTURED | parts.sampler.captured)
         self.caches = ByGroup(parts.caches)
         self.layer_index = {g.group.name: {layer: i for i, layer in enumerate(g.group.layers)} for g in parts.layouts}
 
@@ -83,7 +83,8 @@ class Runner:
         """Run steps of a dead row, one of each kind of tail, so that what cannot run fails at start-up and not at the first request."""
         plan = self._blank_plan()
         self.state.fill_dummy(self.buffers.batch(plan, self.buckets.shape(plan), self.parts.table.columns))
-        kinds = [replace(plan, features=features) for features in (Feature.GREEDY, Feature.PLAIN, Feature.PLAIN | Feature.FILTERED, LOGGED)]
+        tails = (Feature.GREEDY, Feature.PLAIN, Feature.PLAIN | Feature.FILTERED, EDITED | Feature.LOGPROBS, self.parts.sampler.processed)
+        kinds = [replace(plan, features=features) for features in dict.fromkeys(tails)]
         longest = self.longest_prompt
         prompts = [blank_plans.prompt(plan, self.parts.layouts, n) for n in sorted({min(FIRST_PROMPT, longest), longest})]
         plans = (*kinds, replace(plan, features=Feature.LOGPROBS), *prompts, self._large_plan(self.max_tokens))
@@ -118,12 +119,24 @@ class Runner:
 
     def _large_plan(self, num_tokens: int) -> Plan:
         bounds = num_tokens, self.scratch_row, self.max_model_len
-        return blank_plans.large(self._blank_plan(), self.parts.layouts, *bounds, self.parts.taps.all_features)
+        return blank_plans.large(
+            self._blank_plan(), self.parts.layouts, *bounds, self.parts.taps.all_features | self.parts.sampler.processed
+        )
 
     def use_caches(self, caches: Mapping[str, torch.Tensor], backends: Mapping[str, AttentionBackend]) -> None:
         """Take other cache memory, by group. Only with nothing in flight and nothing captured."""
         self.parts = replace(self.parts, caches=caches, backends=backends)
         self.caches = ByGroup(caches)
+
+    @contextmanager
+    def instead(self, backends: Mapping[str, AttentionBackend]) -> Iterator[None]:
+        """Run steps with other attention backends for some groups, without graphs. Begins and ends with nothing in flight."""
+        own = self.parts
+        self.parts, self.route, self.warming_up = replace(own, backends={**own.backends, **backends}), None, True
+        try:
+            yield
+        finally:
+            self.parts, self.route, self.warming_up = own, None, False
 
     def _blank_plan(self) -> Plan:
         return blank_plans.blank_row(self.parts.table, len(self.parts.layouts))
@@ -158,7 +171,7 @@ class Runner:
         """
         entry = self.launched % len(self.plans)
         assert self.events[entry] is None, "more steps in flight than the pipeline is deep"
-        route, taps, asked = self.route, None, Asked()
+        route, taps, asked = self.route, None, NOTHING
         known = route is not None and route.serves(plan)
         if route is None or not known:
             route = self._new_route(plan)
@@ -181,7 +194,8 @@ class Runner:
             self.events[entry] = self.device.download(lambda: self.ring[entry, : plan.num_rows], self.results[entry])
             if taps is not None and taps.reports:
                 self.extra_events[entry] = self.extras.download(entry, plan.num_rows)
-            self.logprobs.download(entry, plan, asked)
+            if int(plan.features) & LOGGED:
+                self.logprobs.download(entry, plan, asked)
         except BaseException as error:
             raise EngineError(f"step {plan.step} runs, but its results cannot be fetched: {error}") from error
         return Ticket(plan, entry)
@@ -212,7 +226,7 @@ class Runner:
         pages = tuple(layout.pages_for(length) for layout in self.parts.layouts)
         plan = Plan(-1, rows, rows, rows, EMPTY_PATCH, shape.num_decode, shape.num_tokens, shape.max_query, length, pages, key.features)
         if key.part == "step":
-            return self._computation(plan, shape, None, Asked(), captured=True)
+            return self._computation(plan, shape, None, NOTHING, captured=True)
         sampled, columns = self.buffers.sampled[: shape.tail_rows], self.parts.table.columns
         if key.part == "tail":
             return partial(self._captured_tail, self.buffers.tail(plan, shape, columns), sampled)
@@ -226,7 +240,7 @@ class Runner:
 
     @torch.inference_mode()
     def _captured_tail(self, batch: Batch, sampled: torch.Tensor) -> None:
-        self._tail(batch, sampled, Asked())
+        self._tail(batch, sampled, NOTHING)
 
     def _computation(self, plan: Plan, shape: Shape, taps: ActiveTaps | None, asked: Asked, captured: bool = False) -> Callable[[], None]:
         """Everything that a step does after its inputs are uploaded. Views and metadata are made here, on the host."""

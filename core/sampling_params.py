@@ -9,9 +9,11 @@ from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, InstanceOf, StrictBool, ValidationError
 
 from modelrunner.errors import CheckpointError, RequestError
+from modelrunner.sampling_values import read_processors
+from modelrunner.structured_outputs import StructuredOutputsParams, read_structured_outputs
 
 if TYPE_CHECKING:
     from modelrunner.checkpoint import ModelCard
@@ -20,6 +22,7 @@ SEED_MIN, SEED_MAX = -(2**63), 2**63 - 1
 INT32_MAX = 2**31 - 1
 FLOAT32_MAX = 3.4028234e38
 MAX_BIAS = 100.0
+MAX_CHOICES = 1024
 SHOWN_CHARACTERS = 60
 
 
@@ -100,6 +103,12 @@ def _seed(value: object) -> int | None:
         return None
     number = as_int(value)
     _require(SEED_MIN <= number <= SEED_MAX)
+    return number
+
+
+def _n(value: object) -> int:
+    number = as_int(value)
+    _require(1 <= number <= MAX_CHOICES)
     return number
 
 
@@ -228,6 +237,7 @@ def _extra_args(value: object) -> Mapping[str, Any]:
 
 
 ACCEPTED = {
+    "n": f"an integer from 1 to {MAX_CHOICES}",
     "temperature": "a finite number >= 0 (0: greedy)",
     "top_p": "a number in (0, 1]",
     "top_k": "an integer >= 1, or 0 or -1 for all tokens",
@@ -243,6 +253,9 @@ ACCEPTED = {
     "max_tokens": "an integer >= 1, or None for as many as the context holds",
     "stop": "a string or a list of strings, none of them empty",
     "stop_token_ids": "a list of token ids (integers >= 0)",
+    "logits_processors": "a list of names of logits processors and of functions f(prompt_ids, output_ids, logits), or a mapping of names "
+    "to mappings of arguments",
+    "structured_outputs": "StructuredOutputsParams, or None",
     **dict.fromkeys(("logprobs", "prompt_logprobs"), "an integer >= 0, -1 for the whole vocabulary, or None for none"),
     "extra_args": "a mapping of names of taps to their arguments",
     "output_kind": ", ".join(repr(kind.value) for kind in OutputKind),
@@ -253,6 +266,7 @@ ACCEPTED = {
 class SamplingParams(BaseModel):
     """How to sample one request; names and meanings are those that vLLM's users know. Immutable.
 
+    n: answers wanted, each drawn independently; the prompt is computed once.
     temperature: divides the logits; 0 is greedy. top_k: sample among the k likeliest tokens; 0 or -1 for all.
     top_p: among the likeliest tokens that together hold this probability. min_p: among tokens at least this fraction as likely as the best.
     seed: the same seed and prompt give the same text; None draws a new one for each request.
@@ -265,10 +279,13 @@ class SamplingParams(BaseModel):
     stop: strings that end the output where the first of them is complete; the text ends before it, or after it with
     `include_stop_str_in_output`. stop_token_ids: ids that end the output, itself the last token; its text is part of the output unless
     it is a special token. skip_special_tokens: leave special tokens out of the text. detokenize: False for ids only.
+    structured_outputs: what the output must look like: a JSON schema, a regular expression, a grammar or one of some texts.
     logprobs: report the log-prob of each output token, and of this many likeliest ones beside it; 0 for its own alone, -1 for the whole
     vocabulary, None for nothing. prompt_logprobs: the same for each token of the prompt but the first. The setting sampler.max_logprobs
     bounds both.
     output_kind: what `Engine.step` reports (`LLM` always waits for the end).
+    logits_processors: what else changes the logits, after penalties: names of processors that plugins bring, in a list or with their
+    arguments, `{"no_repeat": {"size": 3}}`, and, in a list, Python functions f(prompt_ids, output_ids, logits) -> logits, which are slow.
     extra_args: what the request asks of plugins, by the names of their taps; the values are numbers, text, lists and mappings.
 
     Raises RequestError naming the parameter, what was given and what is accepted.
@@ -276,6 +293,7 @@ class SamplingParams(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    n: Annotated[int, BeforeValidator(_n)] = 1
     temperature: Annotated[float, BeforeValidator(_temperature)] = 1.0
     top_p: Annotated[float, BeforeValidator(_top_p)] = 1.0
     top_k: Annotated[int, BeforeValidator(_top_k)] = 0
@@ -295,7 +313,9 @@ class SamplingParams(BaseModel):
     include_stop_str_in_output: StrictBool = False
     skip_special_tokens: StrictBool = True
     detokenize: StrictBool = True
+    structured_outputs: Annotated[InstanceOf[StructuredOutputsParams] | None, BeforeValidator(read_structured_outputs)] = None
     output_kind: OutputKind = OutputKind.CUMULATIVE
+    logits_processors: Annotated[Mapping[str, Mapping[str, Any]], BeforeValidator(read_processors)] = Field(default_factory=dict)
     logprobs: Annotated[int | None, BeforeValidator(_logprobs)] = None
     prompt_logprobs: Annotated[int | None, BeforeValidator(_logprobs)] = None
     extra_args: Annotated[Mapping[str, Any], BeforeValidator(_extra_args)] = Field(default_factory=dict)
@@ -336,6 +356,9 @@ def _message(error: ValidationError) -> str:
             parts.append(f"{shown(name)} is not a sampling parameter{hint} (accepted: {', '.join(sorted(ACCEPTED))})")
             continue
         reason = str(detail["msg"]).removeprefix("Value error, ")
+        if isinstance(detail.get("ctx", {}).get("error"), RequestError):
+            parts.append(reason)
+            continue
         why = f" ({reason})" if reason.startswith("it contains") else ""
         parts.append(f"{name}: got {shown(detail['input'])}{why}; accepted: {ACCEPTED[name]}")
     return "; ".join(parts)

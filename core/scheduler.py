@@ -33,7 +33,8 @@ class Scheduler:
 
     row_values: plain and seated column values of a request, by column name (a seated column's value is its elements).
     on_admit(row, request, resumed) gives further values, on_remove tells that the request left the row. seats: capacity of each seated
-    column. max_batched_tokens, max_mixed_tokens: see `TokenBudget`; the latter only with chunked prefill. depth: steps in flight at most.
+    column. max_batched_tokens, max_mixed_tokens, usual_context: see `TokenBudget`; the latter two only with chunked prefill. depth: steps
+    in flight at most.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Scheduler:
         max_batched_tokens: int,
         max_model_len: int,
         max_mixed_tokens: int | None = None,
+        usual_context: int | None = None,
         policy: Literal["fcfs", "priority"] = "fcfs",
         chunked_prefill: bool = True,
         prefix_caching: bool = True,
@@ -67,7 +69,7 @@ class Scheduler:
             chunked=chunked_prefill, caching=prefix_caching, cache_seed=cache_seed,
         )  # fmt: skip
         self._builder = builder
-        self._budget = TokenBudget(max_batched_tokens, max_mixed_tokens if chunked_prefill else None)
+        self._budget = TokenBudget(max_batched_tokens, max_mixed_tokens if chunked_prefill else None, usual_context)
         self._clock = clock
         self._deadlines = Deadlines()
         self._running: Int32Array = np.empty(0, np.int32)  # rows of running requests, in order of admission
@@ -76,6 +78,7 @@ class Scheduler:
         self._in_flight: deque[Plan] = deque()
         self._undo: Undo | None = None
         self._step = 0
+        self.num_held = 0  # rows left out of the newest plan because the mask of their next token was not there
 
     @property
     def rows(self) -> HostRows:
@@ -134,6 +137,23 @@ class Scheduler:
             return self.rows.output(request.row)
         return np.array(request.output_token_ids, np.int32)
 
+    @property
+    def num_guided(self) -> int:
+        """Rows whose requests have guides."""
+        return self._rows.num_guided
+
+    def guided(self, rows: Int32Array) -> list[Request]:
+        """Requests with guides that hold one of `rows`."""
+        entries = [self.admission.holders[row] for row in rows[self._rows.guided[rows]].tolist()]
+        return [entry.request for entry in entries if entry is not None]
+
+    def ready(self, request: Request) -> None:
+        """The mask of the request's next token is there: it can be planned, or admitted."""
+        if request.status is Status.RUNNING:
+            self._rows.held[request.row] = False
+        else:
+            self.admission.unpark(request)
+
     def request_at(self, row: int) -> Request | None:
         """The request that holds `row`."""
         entry = self.admission.holders[row]
@@ -146,7 +166,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self.admission.queue)
+        return len(self.admission.queue) + len(self.admission.parked) + len(self.admission.forks)
 
     @property
     def num_running(self) -> int:
@@ -177,7 +197,7 @@ class Scheduler:
             return again
         self._disturb()
         while True:
-            rows, counts, num_decode = self._rows.select(self._running, self._budget, self.num_waiting)
+            rows, counts, num_decode = self._rows.select(self._running, self._budget, len(self.admission.queue))
             upper = self._rows.computed_upper[rows] + counts
             deficits = [table.deficit(rows, upper) for table in self._rows.tables]
             missing = sum(int(d.sum()) for d in deficits)
@@ -186,12 +206,25 @@ class Scheduler:
             if self._in_flight:
                 return Drain(f"{missing} cache pages are needed and {self.pool.available} available")
             self._preempt(self._victim())
-        tokens = self._budget.tokens(num_decode, rows.size - num_decode + self.num_waiting)
+        cached = int(self._rows.computed_upper[rows[:num_decode]].sum())
+        tokens = self._budget.tokens(num_decode, rows.size - num_decode + len(self.admission.queue), cached)
         draft = Draft(self._builder(), tokens, num_decode)
         draft.grow(self._rows, rows, deficits, self.pool)
+        self.num_held = int(self._rows.held.sum()) if self._rows.num_guided else 0
         draft.take(self._rows, rows, counts)
+        if self._rows.num_guided:
+            self._send_masks(draft, rows)
         self._admit(draft)
         return self._seal(draft)
+
+    def _send_masks(self, draft: Draft, rows: Int32Array) -> None:
+        """Put the masks of the planned rows that sample into the patch. (A row that is admitted brings its first one with it.)"""
+        for row in rows[self._rows.held[rows]].tolist():
+            entry = self.admission.holders[row]
+            assert entry is not None, f"row {row} has no request"
+            guide = entry.request.guide
+            assert guide is not None, f"row {row} is held, and its request {entry.request.id!r} has no guide"
+            draft.builder.line(guide.column, entry.seats[guide.column], guide.mask)
 
     def _repeat(self, first: Plan) -> Plan | None:
         """The steady path: the plan of before once more, or None when something about it would change."""
@@ -239,12 +272,13 @@ class Scheduler:
         plan = draft.plan(self._step, self._rows)
         if plan is None:
             return None
+        self.stats.held += self.num_held
         table = self._rows
         self._undo = Undo(plan, np.concatenate(draft.sampled), draft.growths, draft.admitted, table.last_ticket[plan.rows])
         table.last_ticket[plan.rows] = plan.step
         self._in_flight.append(plan)
         self._step += 1
-        if plan.num_decode == self._running.size:
+        if plan.num_decode == self._running.size and not table.num_guided:
             self._repeatable = plan
         return plan
 
@@ -263,6 +297,7 @@ class Scheduler:
         rows = plan.rows[alive]
         table.computed_upper[rows] -= plan.num_query[alive]
         table.known_upper[rows] -= undo.sampled[alive]
+        table.held[rows] &= ~undo.sampled[alive]
         for growth in undo.growths:
             table.tables[growth.group].shrink(growth, np.isin(growth.rows, plan.rows[~alive]), self.pool)
         for entry in undo.admitted:
@@ -337,6 +372,7 @@ class Scheduler:
             request = self.request_at(row)
             assert request is not None, f"row {row} has no request"
             request.first_token_time = now
+            self.admission.prompt_is_there(request)
 
     def _finish_rows(self, rows: Int32Array, codes: Int32Array) -> list[Request]:
         """End the requests whose record carries a finish code."""
@@ -348,7 +384,8 @@ class Scheduler:
                 self.admission.distrust(row)
             self.admission.release(request)
             last = request.output_token_ids[-1] if code == Finish.STOP else None
-            self._end(request, REASONS[Finish(code)], last if last in request.params.stop_token_ids else None)
+            stop = last if last in request.params.stop_token_ids else None
+            self._end(request, REASONS[Finish(code)], request.failure if code == Finish.ERROR else stop)
             finished.append(request)
         if finished:
             self._refresh_running()
@@ -375,10 +412,11 @@ class Scheduler:
 
     def _preempt(self, entry: Entry) -> None:
         self._settle()
+        held = bool(self._rows.held[entry.request.row])
         self.admission.release(entry.request)
         entry.request.num_preemptions += 1
         self.stats.preemptions += 1
-        self.admission.requeue(entry)
+        self.admission.requeue(entry, parked=held)
         self._refresh_running()
         self.admission.reclaim_rows(self._step)
 

@@ -29,6 +29,7 @@ __all__ = [
     "ALIASES",
     "CacheSettings",
     "DeviceSettings",
+    "GrammarSettings",
     "GraphSettings",
     "LinearSettings",
     "ModelSettings",
@@ -45,6 +46,7 @@ __all__ = [
     "settings_class",
 ]
 
+_CACHE_SYNONYMS = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn"}
 _DTYPE_SYNONYMS = {"half": "float16", "float": "float32", "fp16": "float16", "fp32": "float32", "bf16": "bfloat16"}
 
 
@@ -54,6 +56,12 @@ def _dtype_name(value: Any) -> Any:
     return _DTYPE_SYNONYMS.get(name, name)
 
 
+def _cache_dtype_name(value: Any) -> Any:
+    """The same for what a cache may hold."""
+    return _CACHE_SYNONYMS.get(name := _dtype_name(value), name)
+
+
+CacheDTypeName = Annotated[Literal["auto", "float32", "bfloat16", "float16", "float8_e4m3fn"], BeforeValidator(_cache_dtype_name)]
 DTypeName = Annotated[Literal["auto", "float32", "bfloat16", "float16"], BeforeValidator(_dtype_name)]
 
 
@@ -97,8 +105,12 @@ class CacheSettings(Section):
     page_size: int = Field(default=16, ge=1, le=4096)
     """Tokens in a page of the cache group that takes the most bytes a token; the other groups' pages have as many bytes."""
 
-    dtype: DTypeName = "auto"
-    """Type of the cached values; auto is the model's type."""
+    dtype: CacheDTypeName = "auto"
+    """Type of the cached keys and values; auto is the model's type, fp8 is short for float8_e4m3fn, which takes scales."""
+
+    scales: str | None = None
+    """Safetensors file of the scales of a float8_e4m3fn cache, as `LLM.calibrate_cache` gives them; none takes the checkpoint's, or 1 if
+    that has none."""
 
     num_pages: int | None = Field(default=None, ge=1, lt=2**31)
     """Pages in the cache; none works the number out from memory_bytes or memory_fraction."""
@@ -123,8 +135,9 @@ class SchedulerSettings(Section):
     """Most tokens that one step computes, over all requests."""
 
     max_mixed_tokens: int = Field(default=512, ge=1, le=2**20)
-    """The same for a step in which at least four requests decode for each pending prompt, so that a long prompt does not hold them up; half
-    of it goes to prompts in any case, and without chunked_prefill it has no effect."""
+    """The same for a step in which at least four requests decode for each pending prompt, so that a long prompt does not hold them up. It
+    grows in proportion where these read more than six times the weights' bytes of the cache; half of it goes to prompts in any case, and
+    without chunked_prefill it has no effect."""
 
     policy: Literal["fcfs", "priority"] = "fcfs"
     """Order of admission: fcfs is first come, first served; priority takes the lowest priority number first, then the first come."""
@@ -202,6 +215,28 @@ class SamplerSettings(Section):
         return mode.removesuffix("_logprobs") if isinstance(mode, str) else mode
 
 
+class GrammarSettings(Section):
+    """Structured output."""
+
+    compile_limit: float = Field(default=10.0, gt=0)
+    """Seconds that a request waits for its grammar to be compiled; then it ends with an error. Loading the backend is not counted."""
+
+    compile_threads: int = Field(default=2, ge=1, le=64)
+    """Grammars that are compiled at the same time, beside the engine's loop."""
+
+    kept_grammars: int = Field(default=64, ge=1, le=65536)
+    """Compiled grammars that are remembered for later requests, the newest ones."""
+
+    max_bytes: int = Field(default=262144, ge=1, le=2**24)
+    """Most bytes of one request's schema, expression, grammar or list of choices."""
+
+    max_whitespace: int = Field(default=16, ge=0, le=4096)
+    """Most white space in a row between the parts of a JSON document; 0 allows none but a space after a comma or a colon."""
+
+    fill_seconds: float = Field(default=0.005, gt=0)
+    """Seconds for which a turn of the loop makes masks while a step runs; requests whose masks are not made then wait for a later step."""
+
+
 class GraphSettings(Section):
     """Captured graphs and the batch shapes that they are padded to."""
 
@@ -262,6 +297,9 @@ class PinSettings(Section):
     linear_scheme: str | None = None
     """Name of the offer that stores linear weights; none lets linear.scheme decide."""
 
+    grammar_backend: str | None = None
+    """Name of the offer that compiles grammars; none chooses by fit."""
+
     def of(self, hook: str) -> str | None:
         """The name pinned for `hook`. (The field for the hook `model_config` has another name in Python: pydantic keeps that one.)"""
         if hook not in field_names(type(self)):
@@ -301,6 +339,8 @@ class RunnerSettings(BaseSettings):
     """How the weights of linear layers are stored and applied."""
     sampler: SamplerSettings = SamplerSettings()
     """Capacities of the sampler's columns."""
+    grammar: GrammarSettings = GrammarSettings()
+    """Structured output."""
     graphs: GraphSettings = GraphSettings()
     """Captured graphs and the batch shapes that they are padded to."""
     process: ProcessSettings = ProcessSettings()

@@ -17,9 +17,10 @@ from modelrunner.waiting import Entry
 
 @dataclass
 class Stats:
-    """Counters since start. steps: committed ones. preemptions: rows taken from running requests. prompt_tokens: of admitted requests.
+    """Counters since start. steps: committed ones. preemptions: rows taken from running requests. prompt_tokens: of admitted
+    requests, once for several choices.
     cached_tokens: found in the prefix cache at admissions and resumptions. computed_tokens: query tokens of committed steps.
-    generated_tokens: committed output."""
+    generated_tokens: committed output. held: times that a row was left out of a plan because the mask of its next token was not there."""
 
     steps: int = 0
     preemptions: int = 0
@@ -27,11 +28,12 @@ class Stats:
     cached_tokens: int = 0
     computed_tokens: int = 0
     generated_tokens: int = 0
+    held: int = 0
 
     def admitted(self, entry: Entry, sign: int) -> None:
         """Count an admission, or with sign -1 take it back."""
         self.cached_tokens += sign * entry.cached
-        if not entry.request.num_preemptions:
+        if not entry.request.num_preemptions and not entry.request.choice:
             self.prompt_tokens += sign * len(entry.request.prompt_token_ids)
 
 
@@ -88,7 +90,8 @@ class Draft:
         if not rows.size:
             return None
         num_query = np.concatenate([counts for _, counts in self.chunks])
-        max_seq_len = int(table.computed_upper[rows].max())
+        lengths = table.computed_upper[rows]
+        max_seq_len = int(lengths.max())
         features, row_features = self._features(table.features[rows])
         return Plan(
             step=step,
@@ -103,6 +106,7 @@ class Draft:
             table_pages=tuple(t.layout.pages_for(max_seq_len) for t in table.tables),
             features=features,
             row_features=row_features,
+            prompt_lengths=lengths[self.num_decode :],
         )
 
     def _features(self, features: Int64Array) -> tuple[Feature, Int64Array | None]:

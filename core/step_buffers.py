@@ -186,4 +186,5 @@ class StepBuffers:
             block_tables=tables,
             columns=columns,
             buffers=self.extra,
+            prompts=plan.prompts,
         )

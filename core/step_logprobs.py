@@ -39,7 +39,7 @@ class Asked:
     @classmethod
     def of(cls, plan: Plan) -> Asked:
         if plan.row_features is None:
-            return cls()
+            return NOTHING
         start = np.cumsum(plan.num_query) - plan.num_query
         whole = np.flatnonzero(plan.row_features & Feature.ALL_LOGPROBS)
         prompts = np.flatnonzero(plan.row_features & Feature.PROMPT_LOGPROBS)
@@ -52,6 +52,9 @@ class Asked:
     @property
     def num_positions(self) -> int:
         return sum(stop - start for _, start, stop, _ in self.spans)
+
+
+NOTHING = Asked()  # of a step whose rows ask for records at most
 
 
 class StepLogprobs:
@@ -111,11 +114,10 @@ class StepLogprobs:
     # ---- the host --------------------------------------------------------------------------------------------------
 
     def download(self, entry: int, plan: Plan, asked: Asked) -> None:
-        """Fetch the records of a step that was launched, if it makes any."""
+        """Fetch the records of a step that was launched and has some of the features `LOGGED`."""
         rows = self.rows.download(entry, plan.num_rows) if plan.features & Feature.LOGPROBS else None
         positions = self.positions.download(entry, asked.num_positions) if asked.spans else None
-        if rows is not None or positions is not None:
-            self._open[entry] = asked, rows, positions
+        self._open[entry] = asked, rows, positions
 
     def take(self, entry: int, plan: Plan) -> LogprobRecords | None:
         """Wait for the records of a step and take them; None if it makes none."""

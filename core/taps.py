@@ -142,9 +142,7 @@ class Tap:
 
     def per_row(self, batch: Batch, column: str) -> torch.Tensor:
         """D. A column's values of the step's rows: [N], or [N, width]; of a seated column, the elements in the row's seat (or defaults)."""
-        values = batch.columns[column].index_select(0, batch.rows)
-        lines = batch.columns.get(f"{column}.seats")
-        return values if lines is None else lines[values.long()]
+        return batch.per_row(column)
 
     def per_token(self, batch: Batch, column: str) -> torch.Tensor:
         """D. The same for the step's tokens: [T], or [T, width]."""

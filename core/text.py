@@ -18,7 +18,11 @@ REPLACEMENT = "\ufffd"
 
 
 class Tokenizer(Protocol):
-    """What the engine asks of a tokenizer. Thread-safe for reading."""
+    """What the engine asks of a tokenizer. Thread-safe for reading.
+
+    For structured output it also needs `token_bytes() -> list[bytes]`: the bytes that each id from 0 on adds to a text, none for special
+    tokens. A tokenizer may lack it; then only these requests are refused.
+    """
 
     @property
     def vocab_size(self) -> int:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from modelrunner.step_books import Committed
 
 Listener = tuple[str, Observer, Callable[[Any], None]]  # plugin, observer, its method
-Launched = tuple[tuple[float, float, float], tuple[int, int, int, int], int]  # times, counts, preemptions
+Launched = tuple[tuple[float, float, float], tuple[int, int, int, int], int, int]  # times, counts, preemptions, held rows
 
 
 class Watch:
@@ -59,21 +59,22 @@ class Watch:
         preemptions = scheduler.stats.preemptions
         now = time.monotonic()
         counts = scheduler.num_running, scheduler.num_waiting, scheduler.num_in_flight
-        self._launches.append(((planning, planned, now), (*counts, scheduler.pool.available), preemptions - self._preemptions))
+        changed = preemptions - self._preemptions
+        self._launches.append(((planning, planned, now), (*counts, scheduler.pool.available), changed, scheduler.num_held))
         self._preemptions = preemptions
 
     def committed(self, plan: Plan, waiting: float, arrived: float, committed: Committed) -> None:
         """The oldest launched step was committed just now."""
         if not self._launches:
             return
-        times, counts, preemptions = self._launches.popleft()
+        times, counts, preemptions, held = self._launches.popleft()
         generated = self._scheduler.stats.generated_tokens
         step = plan.num_rows, plan.num_tokens, plan.num_decode, generated - self._generated, len(committed.finished)
         self._generated = generated
         now = time.monotonic()
         # By place, in the order of the report's fields: a step should not wait for names.
         self._reports.append(
-            StepReport(plan.step, *times, waiting, arrived, now, *step, *counts, self._scheduler.pool.capacity, preemptions)
+            StepReport(plan.step, *times, waiting, arrived, now, *step, *counts, self._scheduler.pool.capacity, preemptions, held)
         )
 
     # ---- telling ---------------------------------------------------------------------------------------------------

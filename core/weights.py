@@ -149,13 +149,20 @@ def parts_of(layer: Linear, part: int | None, tensor: torch.Tensor) -> list[tupl
 
 
 def load_weights(
-    module: nn.Module, weight_map: WeightMap, reader: CheckpointReader, *, seed: int = 0, progress: bool | None = None
+    module: nn.Module,
+    weight_map: WeightMap,
+    reader: CheckpointReader,
+    *,
+    seed: int = 0,
+    progress: bool | None = None,
+    through: Callable[[Iterable[tuple[str, torch.Tensor]]], Iterable[tuple[str, torch.Tensor]]] = iter,
 ) -> None:
-    """Fill `module` from `reader`, or with seeded noise for a `dummy` checkpoint. Raises CheckpointError, see `load_tensors`."""
+    """Fill `module` from `reader`, or with seeded noise for a `dummy` checkpoint. through: what the reader's tensors go through, which may
+    take out some that are not for the module. Raises CheckpointError, see `load_tensors`."""
     if isinstance(reader, DummyReader):
         fill_dummy(module, seed)
     else:
-        load_tensors(module, weight_map, reader.tensors(), progress=progress, source=str(reader.path))
+        load_tensors(module, weight_map, through(reader.tensors()), progress=progress, source=str(reader.path))
 
 
 def load_tensors(

@@ -62,7 +62,7 @@ def _packed_integers() -> Offer[type[LinearScheme]] | Decline:
 
 
 @hookimpl
-def attention_backend(group: CacheGroup, device: Device) -> Offer[type[AttentionBackend]] | Decline | None:
+def attention_backend(group: CacheGroup, device: Device, settings: RunnerSettings) -> Offer[type[AttentionBackend]] | Decline | None:
     from modelrunner.model_state import FullAttention
 
     if device.type != "cpu":
@@ -71,6 +71,8 @@ def attention_backend(group: CacheGroup, device: Device) -> Offer[type[Attention
         return Decline(f"rows: runs FullAttention and SlidingWindow groups, not {type(group).__name__}")
     if group.softcap is not None or group.sinks:
         return Decline("rows: has no softcap and no sinks")
+    if settings.cache.dtype == "float8_e4m3fn":
+        return Decline("rows: cache.dtype is float8_e4m3fn, and it applies no scales; paged does")
     return Offer("rows", _rows, "family", "rows of about one length together; lengths are read by the host", frozenset({"paged"}))
 
 

@@ -61,11 +61,12 @@ def norm_gated_matmul(ops: Ops) -> Function:
 
 
 def qkv_rope_write(ops: Ops) -> Function:
-    """`qkv_rope_write(qkv, num_heads, num_kv_heads, q_norm, k_norm, eps, cos_sin, cache, slots, index) -> q`.
+    """`qkv_rope_write(qkv, num_heads, num_kv_heads, q_norm, k_norm, eps, cos_sin, cache, slots, index, scales=None) -> q`.
 
     Norms each query and key head (where weights [D] are given), rotates both, and writes keys and values into the cache.
     qkv: [T, (HQ + 2 HK) * D]. cos_sin: [T, R] float32. cache: [num_pages, tokens_per_page, 2, HK, D], a view. slots: [T] int64, -1: not
-    written. index: what `attention_index` returned for these slots. Returns the rotated queries [T, HQ, D].
+    written. index: what `attention_index` returned for these slots. scales: as in `write_cache`, given where the cache has some.
+    Returns the rotated queries [T, HQ, D].
     """
 
     def chain(
@@ -79,6 +80,7 @@ def qkv_rope_write(ops: Ops) -> Function:
         cache: torch.Tensor,
         slots: torch.Tensor,
         index: Any,
+        **scales: torch.Tensor,
     ) -> torch.Tensor:
         dim = cache.shape[-1]
         sizes = (num_heads * dim, num_kv_heads * dim, num_kv_heads * dim)
@@ -86,7 +88,7 @@ def qkv_rope_write(ops: Ops) -> Function:
         if q_norm is not None:
             q, k = ops.rms_norm(q, q_norm, eps), ops.rms_norm(k, k_norm, eps)
         rotated: tuple[torch.Tensor, torch.Tensor] = ops.apply_rope(q, k, None, cos_sin)
-        ops.indexed_write(cache, rotated[1], v, index)
+        ops.indexed_write(cache, rotated[1], v, index, **scales)
         return rotated[0]
 
     return chain
@@ -198,7 +200,7 @@ def sample_rows(ops: Ops) -> Function:
 
 
 def qkv_attention(ops: Ops) -> Function:
-    """`qkv_attention(*arguments of qkv_rope_write, scale, softcap, sinks) -> out`: `indexed_attention` of `qkv_rope_write`'s queries.
+    """`qkv_attention(*arguments of qkv_rope_write, scale, softcap, sinks, scales)`: `indexed_attention` of `qkv_rope_write`'s queries.
 
     Returns [T, HQ, D].
     """
@@ -217,7 +219,8 @@ def qkv_attention(ops: Ops) -> Function:
         index: Any,
         **options: Any,
     ) -> torch.Tensor:
-        q = rotate(qkv, num_heads, num_kv_heads, q_norm, k_norm, eps, cos_sin, cache, slots, index)
+        scales = {"scales": options["scales"]} if "scales" in options else {}
+        q = rotate(qkv, num_heads, num_kv_heads, q_norm, k_norm, eps, cos_sin, cache, slots, index, **scales)
         out: torch.Tensor = ops.indexed_attention(q, cache, index, **options)
         return out
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from modelrunner.errors import CheckpointError, RequestError
 from modelrunner.hookspecs import hookimpl
 from modelrunner.offers import Decline, Fit, Offer
+from modelrunner.plugins import token_bytes
 
 if TYPE_CHECKING:
     from modelrunner.checkpoint import ModelCard
@@ -114,6 +115,11 @@ class _Wrapped:
     def eos_token_ids(self) -> tuple[int, ...]:
         return self._eos
 
+    @property
+    def _added(self) -> dict[int, bool]:
+        """Of each added id, whether it is a special token."""
+        return {item: bool(token.special) for item, token in self.hf.added_tokens_decoder.items()}
+
     def _template(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Any:
         """Apply the chat template; everything that it or the messages do wrong is a RequestError."""
         check_messages(messages)
@@ -135,6 +141,10 @@ class FastTokenizer(_Wrapped):
         self._rust.no_truncation()  # a tokenizer.json may ask for it, and a prompt must never be cut in silence
         self._rust.no_padding()
 
+    def token_bytes(self) -> list[bytes]:
+        """Bytes of each id, none for special tokens. Raises RequestError when the vocabulary does not say."""
+        return token_bytes.of_fast(self._rust, self._added, self.vocab_size)
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         ids: list[int] = self._rust.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
@@ -154,6 +164,11 @@ class SlowTokenizer(_Wrapped):
     def __init__(self, hf: Any) -> None:
         super().__init__(hf)
         self._lock = threading.Lock()
+
+    def token_bytes(self) -> list[bytes]:
+        """Bytes of each id, none for special tokens. Raises RequestError when the vocabulary does not say."""
+        with self._lock:
+            return token_bytes.of_slow(self.hf.get_vocab(), self._added, self.vocab_size)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         with self._lock:

@@ -19,6 +19,7 @@ class Step(NamedTuple):
 class PagedAttention(AttentionBackend):
     """Works out once a step where queries, keys and values lie (`attention_index`), then writes and attends a layer at a time."""
 
+    takes_scales = True
     deterministic = True
 
     def begin(self, meta: AttentionMeta) -> Step:
@@ -44,8 +45,8 @@ class PagedAttention(AttentionBackend):
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, step: Step, sinks: torch.Tensor | None = None
     ) -> torch.Tensor:
-        self.ops.indexed_write(self.cache[:, layer], k, v, step.index)
-        out: torch.Tensor = self.ops.indexed_attention(q, self.cache[:, layer], step.index, **self._options(sinks))
+        self.ops.indexed_write(self.cache[:, layer], k, v, step.index, **self._scales(layer))
+        out: torch.Tensor = self.ops.indexed_attention(q, self.cache[:, layer], step.index, **self._options(sinks, layer))
         return out.flatten(1)
 
     def attend_qkv(self, qkv: torch.Tensor, rotary: Rotary, layer: int, step: Step, sinks: torch.Tensor | None = None) -> torch.Tensor:
@@ -61,11 +62,14 @@ class PagedAttention(AttentionBackend):
             self.cache[:, layer],
             step.slots,
             step.index,
-            **self._options(sinks),
+            **self._options(sinks, layer),
         )
         return out.flatten(1)
 
-    def _options(self, sinks: torch.Tensor | None) -> dict[str, Any]:
-        """Keyword arguments of attention. Sinks only where there are some: overrides that know of none stay usable."""
-        options = {"scale": self.group.scale, "softcap": self.group.softcap}
+    def _options(self, sinks: torch.Tensor | None, layer: int) -> dict[str, Any]:
+        """Keyword arguments of attention. Sinks and scales only where there are some: overrides that know of none stay usable."""
+        options = {"scale": self.group.scale, "softcap": self.group.softcap, **self._scales(layer)}
         return options if sinks is None else {**options, "sinks": sinks}
+
+    def _scales(self, layer: int) -> dict[str, torch.Tensor]:
+        return {} if self.scales is None else {"scales": self.scales[layer]}

@@ -21,13 +21,15 @@ class Stage:
 
     inputs: arguments of the `sample` operation that this stage supplies, by name: the column of the same name, gathered for the step's
     rows.
-    feature: the bit by which rows ask for the stage; GREEDY (no bit) for a stage that always acts.
+    feature: the bit (or bits) by which rows ask for the stage; GREEDY (no bit) for a stage that always acts. uncaptured: those of its bits
+    that no captured step may have.
     A stage that edits logits overrides `edit`; it runs after the built-in edits (see `edits`) and before the draw, in the order of the
     sampler's stages.
     """
 
     inputs: tuple[str, ...] = ()
     feature: Feature = Feature.GREEDY
+    uncaptured: Feature = Feature.GREEDY
 
     def columns(self, settings: RunnerSettings, vocab_size: int) -> tuple[Column, ...]:
         """H, at start-up. The columns this stage owns."""
@@ -46,9 +48,9 @@ class Stage:
         return Feature.GREEDY
 
     def edit(self, logits: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """D, may be captured; called only if a row of the step asks for `feature`. logits: [n, V], not to be changed in place.
+        """D, may be captured; called only if a row of the step asks for `feature`. logits: [n, V] float32, a copy that may be changed.
 
         batch: of a step with prompts it has the rows, and no tokens (num_tokens is 0): what belongs to rows is in its columns.
-        Returns `logits`, or an edited copy. Rows that did not ask must come out as they went in.
+        Returns `logits`, or new ones. Rows that did not ask must come out as they went in.
         """
         return logits

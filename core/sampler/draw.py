@@ -27,4 +27,4 @@ class Draw(Stage):
         return (Column("seed", torch.int64), Column("choice", torch.int32))
 
     def row_values(self, request: Request) -> Mapping[str, int]:
-        return {"seed": request.seed, "choice": request.extra.get("choice", 0)}
+        return {"seed": request.seed, "choice": request.choice}

@@ -36,14 +36,18 @@ Note = Callable[[int, torch.Tensor, torch.Tensor, "Batch"], None]
 EDITED_ROWS = 256  # rows whose logits are edited at a time: the copy is float32, 155 MB for a vocabulary of 151,936
 
 
-def default_stages() -> tuple[Stage, ...]:
-    """Every built-in stage, in the order in which they act. Stages that edit logits belong before Temperature."""
-    return (Allowed(), Bias(), MinTokens(), BadWords(), Penalties(), Temperature(), MinP(), TopK(), TopP(), Draw(), StopIds(), Logprobs())
+def default_stages(*processors: Stage) -> tuple[Stage, ...]:
+    """Every built-in stage, in the order in which they act. processors: stages with an `edit` of their own; they come after penalties."""
+    edits = (Allowed(), Bias(), MinTokens(), BadWords(), Penalties())
+    return (*edits, *processors, Temperature(), MinP(), TopK(), TopP(), Draw(), StopIds(), Logprobs())
 
 
 class Sampler:
-    """Composes stages. The host side asks every stage; the device side runs `edit_logits` if a row wants it, then one `greedy` or one
-    `sample` operation over the step's rows."""
+    """Composes stages. The host side asks every stage; the device side runs `edit_logits` if a row wants it, then stages with an `edit` of
+    their own that a row wants, then one `greedy` or one `sample` operation over the step's rows.
+
+    processed: features of the stages with an `edit`. captured: those of them that a captured step may have.
+    """
 
     def __init__(self, ops: Ops, stages: Sequence[Stage]) -> None:
         """Raises ValueError if two stages supply the same argument of `sample` or of `edit_logits`."""
@@ -59,6 +63,12 @@ class Sampler:
             if taken:
                 raise ValueError(f"two sampler stages supply {taken[0]!r}; each argument of an operation has one owner")
             self._inputs.update(dict.fromkeys(stage.inputs, stage.feature))
+        self._processing = [stage for stage in self.stages if type(stage).edit is not Stage.edit]
+        self.processed = Feature.GREEDY
+        self.captured = Feature.GREEDY
+        for stage in self._processing:
+            self.processed |= stage.feature
+            self.captured |= Feature(int(stage.feature) & ~int(stage.uncaptured))
 
     def columns(self, settings: RunnerSettings, vocab_size: int) -> tuple[Column, ...]:
         """H. Request-table columns of all stages."""
@@ -100,7 +110,7 @@ class Sampler:
         Returns tokens [N, 1] int64, num_tokens [N] int32 (1 where the row samples and its logits allow it), ok [N] bool.
         """
         processed = note is not None and self._logprobs is not None and self._logprobs.processed
-        if (batch.features & EDITED or processed) and batch.num_rows > EDITED_ROWS:
+        if (batch.features & (EDITED | self.processed) or processed) and batch.num_rows > EDITED_ROWS:
             cuts = [slice(a, min(a + EDITED_ROWS, batch.num_rows)) for a in range(0, batch.num_rows, EDITED_ROWS)]
             parts = [self._sample(logits[cut], rows_of(batch, cut), cut.start, note, processed) for cut in cuts]
             tokens, counts, ok = (torch.cat(pieces) for pieces in zip(*parts, strict=True))
@@ -120,9 +130,11 @@ class Sampler:
         features = batch.features
         if features & EDITED:
             logits = self._edit(logits, batch)
-        for stage in self.stages:
-            if stage.feature == Feature.GREEDY or stage.feature & features:
-                logits = stage.edit(logits, batch)
+        acting = [stage for stage in self._processing if stage.feature == Feature.GREEDY or stage.feature & features]
+        if acting and not features & EDITED:
+            logits = logits.to(torch.float32, copy=True)
+        for stage in acting:
+            logits = stage.edit(logits, batch)
         return logits
 
     def _choose(self, logits: torch.Tensor, batch: Batch) -> Result:

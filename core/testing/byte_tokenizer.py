@@ -50,6 +50,10 @@ class ByteTokenizer:
     def eos_token_ids(self) -> tuple[int, ...]:
         return (EOS,)
 
+    def token_bytes(self) -> list[bytes]:
+        """Of each id; special tokens have none."""
+        return [self._bytes.get(token, b"") for token in range(self._vocab_size)]
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         data = text.encode()
         ids = [BOS] if add_special_tokens else []

@@ -22,6 +22,7 @@ MOMENTS: dict[Moment, tuple[str, str, Callable[[tuple[Any, ...], Any], Any]]] = 
     "collected": ("runner", "collect", lambda arguments, result: result.plan),
     "committed": ("scheduler", "commit", lambda arguments, result: arguments[0].plan),
 }
+E4M3_NAN = 0x7F
 PROBE_PROMPT = [1, 10, 11, 12]
 PROBE_PARAMS = SamplingParams(temperature=0, max_tokens=4)
 
@@ -175,6 +176,9 @@ class EngineProbe:
 
         def fill() -> None:
             for cache in caches.values():
-                cache[pages] = torch.nan
+                if cache.dtype == torch.float8_e4m3fn:  # torch fills none of these by index
+                    cache.view(torch.uint8)[pages] = E4M3_NAN
+                else:
+                    cache[pages] = torch.nan
 
         self.engine.assembly.device.launch(fill)

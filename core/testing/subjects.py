@@ -34,10 +34,11 @@ def options(
     device_seed: int = 0,
     run_probability: float | None = None,
     captures: bool = False,
+    cache_dtype: str = "auto",
 ) -> dict[str, Any]:
     """Settings in short words. depth: steps in flight. rows: requests that run at once. pages: in the pool. page_size: tokens a page.
     tokens: most query tokens a step. mixed_tokens: of one in which prompts come beside many decoding rows. device: `cpu`, or `deferred_cpu`
-    with the seed of its random moments, its chance to run early, and whether steps run as graphs."""
+    with the seed of its random moments, its chance to run early, and whether steps run as graphs. cache_dtype: of keys and values."""
     values: dict[str, Any] = {
         "scheduler": {
             "pipeline_depth": depth,
@@ -47,7 +48,7 @@ def options(
             "chunked_prefill": chunked,
             "policy": policy,
         },
-        "cache": {"num_pages": pages, "page_size": page_size, "prefix_caching": prefix},
+        "cache": {"num_pages": pages, "page_size": page_size, "prefix_caching": prefix, "dtype": cache_dtype},
         "device": {"name": device},
     }
     if device == "deferred_cpu":

@@ -14,12 +14,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from modelrunner.kernels.attention.device import launch_options, next_power_of_2, processors
 from modelrunner.kernels.attention.heads import partner_of, rotated, turn_factors
+from modelrunner.kernels.attention.scaled import HALF_QUERY, factors, head_scales, in_half, stored, values
 from modelrunner.kernels.attention.tile import LOG2E, LOWEST, add_sink, capped, fold, matmul, pages_of, token_offsets, wait_in_loop
 from modelrunner.kernels.attention.work_list import AttentionWork
 
 Rotary = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor, float]  # q_norm, k_norm, cos_sin, eps
 
-COMBINE_FLOATS = 4096  # of partial results that a program looks at together
+COMBINE_FLOATS = 4096  # of partial results that a program looks at together,
+MOST_AT_ONCE = 16  # but of no more chunks: their loop is unrolled, and with heads of 16 values the compiler took minutes over 128
 
 
 @triton.jit
@@ -89,13 +91,15 @@ def repeated(x, M: tl.constexpr):
 @triton.jit
 def start_row(
     q_ptr, cache_ptr, q_norm_ptr, k_norm_ptr, cos_sin_ptr, slots_ptr, row, head, split, splits, query_len, scale, softcap, eps,
-    q_token, q_head, page_rows, cos_sin_token,
+    k_scale, v_scale, q_token, q_head, page_rows, cos_sin_token,
     PAGE: tl.constexpr, NUM_KV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, R: tl.constexpr, HAS_NORM: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    BLOCK_M: tl.constexpr, R: tl.constexpr, HAS_NORM: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SCALES: tl.constexpr,
+    IN_HALF: tl.constexpr,
 ):  # fmt: skip
     """Norm and rotate a row's queries and new key; the last chunk's program writes new key and value, and attends to them.
 
-    Returns the queries [M, D] and acc, largest and total of `fold`.
+    scale: on products with keys as they are kept. k_scale, v_scale: the head's, with HAS_SCALES. Returns the queries' `factors` [M, D] and
+    acc, largest and total of `fold`, acc in values as they are kept.
     """
     T: tl.constexpr = BLOCK_M if GROUP > 8 else 8  # rows of the tile, few for the sake of registers
     dim, m = tl.arange(0, BLOCK_D), tl.arange(0, T)
@@ -113,10 +117,11 @@ def start_row(
     q_partner = tl.load(q_at + partner[None, :], mask=q_ok, other=0.0)
     k = tl.load(new_at + dim[None, :], mask=new_ok, other=0.0)
     k_partner = tl.load(new_at + partner[None, :], mask=new_ok, other=0.0)
-    v = tl.load(new_at + NUM_KV * q_head + dim[None, :], mask=new_ok, other=0.0).to(cache_ptr.dtype.element_ty)
+    v = tl.load(new_at + NUM_KV * q_head + dim[None, :], mask=new_ok, other=0.0)
+    v = stored(v, v_scale, cache_ptr.dtype.element_ty, HAS_SCALES)
     q = rotated(q, q_partner, q_norm_ptr + every, dim[None, :], partner[None, :], cos, sin, eps, D, HAS_NORM)
     k = rotated(k, k_partner, k_norm_ptr + every, dim[None, :], partner[None, :], cos, sin, eps, D, HAS_NORM)
-    k = k.to(cache_ptr.dtype.element_ty)
+    k = stored(k, k_scale, cache_ptr.dtype.element_ty, HAS_SCALES)
     write = new_ok & (m == 0)[:, None] & (every <= slot)
     place = cache_ptr + (slot // PAGE * page_rows + slot % PAGE) * (2 * NUM_KV * D) + head * D + every + dim[None, :]
     tl.store(place, k, mask=write)
@@ -126,7 +131,7 @@ def start_row(
     there = last & (m * 0 < query_len)
     acc = tl.where(there[:, None], v.to(q.dtype).to(tl.float32), 0.0)
     largest, total = tl.where(there, scores, LOWEST), tl.where(there, 1.0, 0.0)
-    return repeated(q, BLOCK_M), repeated(acc, BLOCK_M), repeated(largest, BLOCK_M), repeated(total, BLOCK_M)
+    return repeated(factors(q, IN_HALF), BLOCK_M), repeated(acc, BLOCK_M), repeated(largest, BLOCK_M), repeated(total, BLOCK_M)
 
 
 @triton.jit
@@ -145,6 +150,7 @@ def decode_attention(
     k_norm_ptr,
     cos_sin_ptr,
     slots_ptr,
+    scales_ptr,
     scale,
     softcap,
     window,
@@ -170,6 +176,8 @@ def decode_attention(
     HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+    IN_HALF: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """A persistent program: units (item, key head) pid, pid + programs, ...
@@ -184,7 +192,6 @@ def decode_attention(
     TOKEN: tl.constexpr = 2 * NUM_KV * D
     ROWS: tl.constexpr = QUERIES * GROUP
     FUSED: tl.constexpr = R > 0
-    factor = 1.0 if HAS_SOFTCAP else scale * LOG2E
     units = tl.load(count_ptr) * NUM_KV
     dim = tl.arange(0, BLOCK_D)
     m = tl.arange(0, BLOCK_M)
@@ -192,6 +199,9 @@ def decode_attention(
     for unit in range(tl.program_id(0), units, tl.num_programs(0)):
         item = items_ptr + unit // NUM_KV * 8
         head = unit % NUM_KV
+        key_scale, k_scale, v_scale = head_scales(scales_ptr, head, scale, NUM_KV, HAS_SCALES)
+        product_scale = key_scale / HALF_QUERY if IN_HALF else key_scale
+        factor = 1.0 if HAS_SOFTCAP else product_scale * LOG2E
         row = tl.load(item)
         start = tl.load(item + 1)
         end = tl.load(item + 2)
@@ -226,16 +236,16 @@ def decode_attention(
         ahead = begin + tl.arange(0, BLOCK_S)
         next_page = pages_of(table, ahead, (ahead >= start) & (ahead < end), PAGE)
         if FUSED:
-            q = tl.zeros([BLOCK_M, BLOCK_D], q_ptr.dtype.element_ty)
+            q = factors(tl.zeros([BLOCK_M, BLOCK_D], q_ptr.dtype.element_ty), IN_HALF)
         else:
             if PDL:
                 gdc_wait()
-            q = tl.load(q_at + dim[None, :], mask=m_ok, other=0.0)
+            q = factors(tl.load(q_at + dim[None, :], mask=m_ok, other=0.0), IN_HALF)
             if HOLD:
                 new = ((key >= start) & (key < end) & (key >= computed))[:, None] & (dim < D)[None, :]
                 k = tl.where(old[:, None], k, tl.load(k_base + place, mask=new, other=0.0)).to(q.dtype)
                 v = tl.where(old[:, None], v, tl.load(v_base + place, mask=new, other=0.0)).to(q.dtype)
-                scores = scores_of(q, k, key, position, start, end, scale, softcap, window, HAS_SOFTCAP, HAS_WINDOW)
+                scores = scores_of(q, k, key, position, start, end, product_scale, softcap, window, HAS_SOFTCAP, HAS_WINDOW)
                 acc, largest, total = fold(acc, largest, total, scores, factor, v)
         page = next_page
         # The pipeline's first loads come before the first turn, and so before what that waits for.
@@ -246,8 +256,8 @@ def decode_attention(
                         wait_in_loop()
                     q, acc, largest, total = start_row(
                         q_ptr, cache_ptr, q_norm_ptr, k_norm_ptr, cos_sin_ptr, slots_ptr, first_token, head, split, splits, query_len,
-                        scale, softcap, eps, q_token, q_head, page_rows, cos_sin_token,
-                        PAGE, NUM_KV, GROUP, D, BLOCK_D, BLOCK_M, R, HAS_NORM, HAS_SOFTCAP,
+                        key_scale, softcap, eps, k_scale, v_scale, q_token, q_head, page_rows, cos_sin_token,
+                        PAGE, NUM_KV, GROUP, D, BLOCK_D, BLOCK_M, R, HAS_NORM, HAS_SOFTCAP, HAS_SCALES, IN_HALF,
                     )  # fmt: skip
             key = block + tl.arange(0, BLOCK_S)
             there = (key >= start) & (key < end) if HAS_WINDOW else key < end
@@ -255,15 +265,15 @@ def decode_attention(
             page = pages_of(table, key + BLOCK_S, key + BLOCK_S < end, PAGE)
             there = there[:, None] if D == BLOCK_D else there[:, None] & (dim < D)[None, :]
             k = tl.load(k_base + place, mask=there, other=0.0).to(q.dtype)
-            v = tl.load(v_base + place, mask=there, other=0.0).to(q.dtype)
-            scores = scores_of(q, k, key, position, start, end, scale, softcap, window, HAS_SOFTCAP, HAS_WINDOW)
+            v = values(tl.load(v_base + place, mask=there, other=0.0), q.dtype, IN_HALF)
+            scores = scores_of(q, k, key, position, start, end, product_scale, softcap, window, HAS_SOFTCAP, HAS_WINDOW)
             acc, largest, total = fold(acc, largest, total, scores, factor, v)
 
         if slot < 0:
             if HAS_SINKS:
                 sink = tl.load(sinks_ptr + head * GROUP + m % GROUP).to(tl.float32) * LOG2E
                 acc, total = add_sink(acc, largest, total, sink)
-            result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+            result = acc / tl.where(total > 0.0, total, 1.0)[:, None] * v_scale
             head_out = (head * GROUP + m % GROUP)[:, None] * D + dim[None, :]
             token_out = (row.to(tl.int64) * QUERIES + query)[:, None] * (NUM_KV * GROUP * D)
             result = tl.where((query < query_len)[:, None], result, 0.0)
@@ -286,11 +296,16 @@ def decode_attention(
                     top = tl.maximum(largest_all, sink)
                     acc_all *= tl.exp2(largest_all - top)
                     total_all = total_all * tl.exp2(largest_all - top) + tl.exp2(sink - top)
-                result = acc_all / tl.where(total_all > 0.0, total_all, 1.0)
+                result = acc_all / tl.where(total_all > 0.0, total_all, 1.0) * v_scale
                 result = tl.where(r // GROUP < query_len, result, 0.0)
                 place_out = (first_token + r // GROUP) * (NUM_KV * GROUP * D) + (head * GROUP + r % GROUP) * D + dim[None, :]
                 tl.store(out_ptr + place_out, result.to(out_ptr.dtype.element_ty), mask=(r < ROWS) & (dim < D)[None, :])
                 tl.store(arrivals_ptr + row * NUM_KV + head, 0)  # for the next layer
+
+
+def combined_at_once(rows: int, block_dim: int) -> int:
+    """Chunks whose partial results, of [rows, block_dim] each, are looked at together."""
+    return min(MOST_AT_ONCE, max(2, COMBINE_FLOATS // (rows * block_dim)))
 
 
 def decode_rows(
@@ -302,10 +317,12 @@ def decode_rows(
     softcap: float | None,
     sinks: torch.Tensor | None,
     rotary: Rotary | None = None,
+    scales: torch.Tensor | None = None,
 ) -> None:
     """Attention of the tokens of the decode rows, into the first tokens of out: [T, H, D], contiguous.
 
     q: [T, H, D]. With rotary, q is a view [T, H, D] of the projection's output, in which its keys and values follow; they are written.
+    scales: [2, HK] float32 of keys and values, None for a cache without.
     """
     decode = work.decode
     config, device = decode.config, q.device
@@ -328,6 +345,7 @@ def decode_rows(
         q if k_norm is None else k_norm,
         q if cos_sin is None else cos_sin,
         work.slots,
+        decode.lse if scales is None else scales,
         scale,
         softcap or 0.0,
         work.window or 0,
@@ -346,13 +364,15 @@ def decode_rows(
         BLOCK_M=max(16, rows_out),
         BLOCK_S=config.block_keys,
         M_OUT=rows_out,
-        AT_ONCE=max(2, COMBINE_FLOATS // (rows_out * block_dim)),
+        AT_ONCE=combined_at_once(rows_out, block_dim),
         HOLD=config.hold and rotary is None,
         R=0 if cos_sin is None else cos_sin.shape[1],
         HAS_NORM=q_norm is not None,
         HAS_SOFTCAP=softcap is not None,
         HAS_WINDOW=work.window is not None,
         HAS_SINKS=sinks is not None,
+        HAS_SCALES=scales is not None,
+        IN_HALF=in_half(q, cache),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         **launch_options(device),

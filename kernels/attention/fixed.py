@@ -66,17 +66,18 @@ def fixed_indexed_attention(
     scale: float,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`kernels.attention.reference.indexed_attention` over what `fixed_index` returned. Invalid tokens get zeros."""
     if q.stride(2) != 1:
         q = q.contiguous()
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    prefill_rows(q, cache, out, index, scale, softcap, sinks, enable_fp_fusion=False)
+    prefill_rows(q, cache, out, index, scale, softcap, sinks, scales, enable_fp_fusion=False)
     return out
 
 
 def fixed_paged_attention(q: torch.Tensor, cache: torch.Tensor, *rows: torch.Tensor, scale: float, **options: Any) -> torch.Tensor:
     """`kernels.attention.reference.paged_attention`: the index and the attention. rows, options: as there."""
-    extra = {name: options.pop(name) for name in ("softcap", "sinks") if name in options}
+    extra = {name: options.pop(name) for name in ("softcap", "sinks", "scales") if name in options}
     index = fixed_index(cache, *rows, num_heads=q.shape[1], dtype=q.dtype, **options)
     return fixed_indexed_attention(q, cache, index, scale=scale, **extra)

@@ -30,7 +30,8 @@ def copy_pages(
         for begin in tl.static_range(0, PAGE * TOKEN, BLOCK):
             at = begin + tl.arange(0, BLOCK)
             inside = at < PAGE * TOKEN
-            tl.store(target + at, tl.load(source + at, mask=inside & (at < there), other=0.0), mask=inside & (at < room))
+            x = tl.load(source + at, mask=inside & (at < there), other=0.0)
+            tl.store(target + at, x.to(out_ptr.dtype.element_ty), mask=inside & (at < room))
 
 
 def gather_pages(

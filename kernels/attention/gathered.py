@@ -14,6 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from modelrunner.kernels.attention.device import launch_options, processors
 from modelrunner.kernels.attention.gather import gather_pages
+from modelrunner.kernels.attention.scaled import head_scales
 from modelrunner.kernels.attention.tile import LOG2E, LOWEST, add_sink, capped, fold, matmul
 from modelrunner.kernels.attention.work_list import AttentionWork
 
@@ -40,9 +41,9 @@ def fold_blocks(
 
 @triton.jit
 def gathered_attention(
-    q_ptr, k_desc, v_desc, out_ptr, tiles_ptr, count_ptr, starts_ptr, sinks_ptr, scale, softcap, q_token, q_head,
+    q_ptr, k_desc, v_desc, out_ptr, tiles_ptr, count_ptr, starts_ptr, sinks_ptr, scales_ptr, scale, softcap, q_token, q_head,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, PDL: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_SCALES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A persistent program, as `prefill_attention`. starts_ptr: where the keys of rows begin."""
     if PDL:
@@ -66,6 +67,7 @@ def gathered_attention(
             tokens = tl.load(tile + 5)
             live = tl.minimum(query_len - first_query, TILE)  # 0 or less: tokens that only want a finite output
             start = tl.load(starts_ptr + row)
+            key_scale, _, v_scale = head_scales(scales_ptr, head, scale, NUM_KV, HAS_SCALES)
             first_position = seq_len - query_len + first_query
             heads = (head * GROUP + m % GROUP)[:, None]
             q_ok = ((query < live) & (query < TILE))[:, None]
@@ -77,17 +79,17 @@ def gathered_attention(
             last = tl.where(live > 0, first_position + live, 0)
             full_end = tl.where(live > 0, (first_position + 1) // BLOCK_S * BLOCK_S, 0)
             acc, largest, total = fold_blocks(
-                acc, largest, total, q, first_position + query, k_desc, v_desc, start, head * D, 0, full_end, scale, softcap,
+                acc, largest, total, q, first_position + query, k_desc, v_desc, start, head * D, 0, full_end, key_scale, softcap,
                 BLOCK_S, HAS_SOFTCAP, False,
             )  # fmt: skip
             acc, largest, total = fold_blocks(
-                acc, largest, total, q, first_position + query, k_desc, v_desc, start, head * D, full_end, last, scale, softcap,
+                acc, largest, total, q, first_position + query, k_desc, v_desc, start, head * D, full_end, last, key_scale, softcap,
                 BLOCK_S, HAS_SOFTCAP, True,
             )  # fmt: skip
             if HAS_SINKS:
                 sink = tl.load(sinks_ptr + head * GROUP + m % GROUP).to(tl.float32) * LOG2E
                 acc, total = add_sink(acc, largest, total, sink)
-            result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+            result = acc / tl.where(total > 0.0, total, 1.0)[:, None] * v_scale
             result = tl.where((query < live)[:, None], result, 0.0)
             out_ok = ((query < tokens) & (query < TILE))[:, None]
             out = out_ptr + (token + query)[:, None] * (NUM_KV * GROUP * D) + heads * D + dim
@@ -102,14 +104,15 @@ def gathered_rows(
     scale: float,
     softcap: float | None,
     sinks: torch.Tensor | None,
+    scales: torch.Tensor | None = None,
 ) -> None:
-    """`prefill_rows` of work whose keys are gathered first. q: [T, H, D] in the cache's type. out: [T, H, D], contiguous."""
+    """`prefill_rows` of work whose keys are gathered first. q: [T, H, D], in the type that the keys become. out: [T, H, D], contiguous."""
     prefill = work.prefill
     assert prefill is not None
     keys, config, device = prefill.keys, prefill.config, q.device
     assert keys is not None
     num_kv, dim, group = work.num_kv_heads, q.shape[2], q.shape[1] // work.num_kv_heads
-    kv = torch.empty((keys.num_tokens, 2, num_kv, dim), dtype=cache.dtype, device=device)
+    kv = torch.empty((keys.num_tokens, 2, num_kv, dim), dtype=q.dtype, device=device)
     first = keys.first_row
     gather_pages(cache, work.block_table[first:], keys.starts[first:], keys.lengths[first:], kv, max_tokens=keys.max_tokens)
     shape, strides, block = [keys.num_tokens, num_kv * dim], [2 * num_kv * dim, 1], [config.block_keys, dim]
@@ -123,6 +126,7 @@ def gathered_rows(
         prefill.count,
         keys.starts,
         q if sinks is None else sinks,
+        q if scales is None else scales,
         scale,
         softcap or 0.0,
         q.stride(0),
@@ -135,6 +139,7 @@ def gathered_rows(
         BLOCK_S=config.block_keys,
         HAS_SOFTCAP=softcap is not None,
         HAS_SINKS=sinks is not None,
+        HAS_SCALES=scales is not None,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         **launch_options(device),

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
-from modelrunner.kernels.attention.decode import COMBINE_FLOATS, decode_attention, decode_rows
+from modelrunner.kernels.attention.decode import combined_at_once, decode_attention, decode_rows
 from modelrunner.kernels.attention.device import next_power_of_2
 from modelrunner.kernels.attention.fixed import fixed_config, fixed_index, fixed_indexed_attention, fixed_paged_attention
 from modelrunner.kernels.attention.gather import BLOCK, copy_pages, gather_pages
@@ -15,6 +16,8 @@ from modelrunner.kernels.attention.gathered import gathered_attention, gathered_
 from modelrunner.kernels.attention.prefill import prefill_attention, prefill_rows
 from modelrunner.kernels.attention.prefill_list import PrefillConfig, choose_prefill, gathered_config, prefill_tiles, sort_tiles
 from modelrunner.kernels.attention.rope_write import norm_rotate_write, qkv_rope_write
+from modelrunner.kernels.attention.scaled import FLOAT8_SINCE
+from modelrunner.kernels.attention.stream import decode_stream, stream_rows
 from modelrunner.kernels.attention.work_list import (
     AttentionWork,
     attention_index,
@@ -22,7 +25,7 @@ from modelrunner.kernels.attention.work_list import (
     decode_items,
 )
 from modelrunner.kernels.attention.write import indexed_write, write_cache
-from modelrunner.kernels.builds import Build
+from modelrunner.kernels.builds import CAPABILITIES, Build
 
 
 def indexed_attention(
@@ -33,15 +36,19 @@ def indexed_attention(
     scale: float,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`kernels.attention.reference.indexed_attention`. Invalid tokens get zeros."""
     if q.stride(2) != 1:
         q = q.contiguous()
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    decode_rows(q, cache, out, index, scale, softcap, sinks)
+    if index.decode.config.stream and scales is None:
+        stream_rows(q, cache, out, index, scale, softcap, sinks)
+    else:
+        decode_rows(q, cache, out, index, scale, softcap, sinks, None, scales)
     if index.prefill is not None:
         rows = prefill_rows if index.prefill.keys is None else gathered_rows
-        rows(q, cache, out, index, scale, softcap, sinks)
+        rows(q, cache, out, index, scale, softcap, sinks, scales)
     return out
 
 
@@ -63,6 +70,7 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`kernels.attention.reference.paged_attention`: the index and the attention."""
     index = attention_index(
@@ -81,7 +89,7 @@ def paged_attention(
         window=window,
         dtype=q.dtype,
     )
-    return indexed_attention(q, cache, index, scale=scale, softcap=softcap, sinks=sinks)
+    return indexed_attention(q, cache, index, scale=scale, softcap=softcap, sinks=sinks, scales=scales)
 
 
 def qkv_attention(
@@ -99,18 +107,19 @@ def qkv_attention(
     scale: float,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The fusion of that name: one launch for few decode rows of one token each, else two. slots: those of the index."""
     decode = index.decode
     if index.prefill is not None or decode.queries > 1 or not decode.config.fused:
-        q = qkv_rope_write(qkv, num_heads, num_kv_heads, q_norm, k_norm, eps, cos_sin, cache, slots, index)
-        return indexed_attention(q, cache, index, scale=scale, softcap=softcap, sinks=sinks)
+        q = qkv_rope_write(qkv, num_heads, num_kv_heads, q_norm, k_norm, eps, cos_sin, cache, slots, index, scales=scales)
+        return indexed_attention(q, cache, index, scale=scale, softcap=softcap, sinks=sinks, scales=scales)
     if qkv.stride(1) != 1 or cos_sin.stride(1) != 1:
         qkv, cos_sin = qkv.contiguous(), cos_sin.contiguous()
     dim = cache.shape[4]
     q = qkv.as_strided((qkv.shape[0], num_heads, dim), (qkv.stride(0), dim, 1), qkv.storage_offset())
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    decode_rows(q, cache, out, index, scale, softcap, sinks, (q_norm, k_norm, cos_sin, eps))
+    decode_rows(q, cache, out, index, scale, softcap, sinks, (q_norm, k_norm, cos_sin, eps), scales)
     return out
 
 
@@ -133,7 +142,11 @@ FIXED: dict[str, Callable[..., Any]] = {
 }
 
 
-def _decode_build(kind: str, group: int, dim: int, rows: int, queries: int = 1, fused: bool = False) -> Build:
+choose_few = partial(choose_prefill, few=True)
+
+
+def _decode_build(kind: str, group: int, dim: int, rows: int, queries: int = 1, fused: bool = False, kept: str = "") -> Build:
+    """kept: the cache's type, where it is scaled."""
     config = choose_decode(rows, dim, torch.float32 if kind == "fp32" else torch.bfloat16)
     rows_out = next_power_of_2(group * queries)
     constants = {
@@ -146,16 +159,23 @@ def _decode_build(kind: str, group: int, dim: int, rows: int, queries: int = 1, 
         "BLOCK_M": max(16, rows_out),
         "BLOCK_S": config.block_keys,
         "M_OUT": rows_out,
-        "AT_ONCE": max(2, COMBINE_FLOATS // (rows_out * next_power_of_2(dim))),
+        "AT_ONCE": combined_at_once(rows_out, next_power_of_2(dim)),
         "HOLD": config.hold and not fused,
         "R": dim if fused else 0,
         "HAS_NORM": fused,
+        "HAS_SCALES": bool(kept),
+        "IN_HALF": (kind, kept) == ("bf16", "fp8e4nv"),
     }
     spill = 16 if fused else 0  # outside the loop: A100's compiler prefers them to a lower occupancy
-    return Build(decode_attention, _signature(kind), constants | _PLAIN, config.num_warps, config.num_stages, spill, _STEPS)
+    signature = _signature(kind, kept)
+    if config.stream and not kept:
+        constants = {name: value for name, value in constants.items() if name in decode_stream.arg_names} | {"GPU": True}
+        plain = {name: value for name, value in _PLAIN.items() if name in decode_stream.arg_names}
+        return Build(decode_stream, signature, constants | plain, config.num_warps, config.num_stages, spill, _STEPS)
+    return Build(decode_attention, signature, constants | _PLAIN, config.num_warps, config.num_stages, spill, _STEPS, _capabilities(kept))
 
 
-def _prefill_build(kind: str, group: int, dim: int, choose: Callable[..., PrefillConfig] = choose_prefill) -> Build:
+def _prefill_build(kind: str, group: int, dim: int, choose: Callable[..., PrefillConfig] = choose_prefill, kept: str = "") -> Build:
     config = choose(dim, torch.float32 if kind == "fp32" else torch.bfloat16)
     constants = {
         "NUM_KV": 8,
@@ -166,44 +186,54 @@ def _prefill_build(kind: str, group: int, dim: int, choose: Callable[..., Prefil
         "BLOCK_D": next_power_of_2(dim),
         "BLOCK_M": config.block_queries,
         "BLOCK_S": config.block_keys,
+        "HAS_SCALES": bool(kept),
+        "IN_HALF": (kind, kept) == ("bf16", "fp8e4nv"),
     }
     # Outside the loops; outputs of 128 x 256 take half of the registers. Four warps of the fixed tiles hold more each.
-    spill = 320 if dim > 128 else 64 if choose is fixed_config else 16
-    return Build(prefill_attention, _signature(kind), constants | _PLAIN, config.num_warps, config.num_stages, spill, _STEPS)
+    spill = 320 if dim > 128 else 16 if choose is choose_prefill else 64
+    signature = _signature(kind, kept)
+    return Build(prefill_attention, signature, constants | _PLAIN, config.num_warps, config.num_stages, spill, _STEPS, _capabilities(kept))
 
 
-def _gathered_build(kind: str, group: int, dim: int) -> Build:
+def _gathered_build(kind: str, group: int, dim: int, scaled: bool = False) -> Build:
     config = gathered_config(dim)
     keys = dict.fromkeys(("k_desc", "v_desc"), f"tensordesc<{kind}[{config.block_keys}, {dim}]>")
     signature = _signature(kind) | keys | {"starts_ptr": "*i32"}
     constants = {"NUM_KV": 8, "GROUP": group, "TILE": config.block_queries // group, "D": dim, "BLOCK_M": config.block_queries}
-    constants |= {"BLOCK_S": config.block_keys, "HAS_SOFTCAP": False, "HAS_SINKS": False, "PDL": True}
+    constants |= {"BLOCK_S": config.block_keys, "HAS_SOFTCAP": False, "HAS_SINKS": False, "HAS_SCALES": scaled, "PDL": True}
     return Build(gathered_attention, signature, constants, config.num_warps, config.num_stages, 0, _STEPS, (90, 100))
 
 
-def _signature(kind: str) -> dict[str, str]:
+def _capabilities(kept: str) -> tuple[int, ...]:
+    """Where a cache of this type can be read."""
+    return tuple(c for c in CAPABILITIES if c >= FLOAT8_SINCE) if kept == "fp8e4nv" else CAPABILITIES
+
+
+def _signature(kind: str, kept: str = "") -> dict[str, str]:
     """Types of both attention kernels' arguments."""
-    values = dict.fromkeys(("q_ptr", "cache_ptr", "out_ptr", "sinks_ptr", "q_norm_ptr", "k_norm_ptr"), f"*{kind}")
+    values = dict.fromkeys(("q_ptr", "out_ptr", "sinks_ptr", "q_norm_ptr", "k_norm_ptr"), f"*{kind}") | {"cache_ptr": f"*{kept or kind}"}
     lists = dict.fromkeys(("items_ptr", "tiles_ptr", "count_ptr", "arrivals_ptr", "table_ptr"), "*i32")
     numbers = {"scale": "fp32", "softcap": "fp32", "window": "i32", "eps": "fp32", "slots_ptr": "*i64"}
-    numbers |= dict.fromkeys(("partial_ptr", "lse_ptr", "cos_sin_ptr"), "*fp32")
+    numbers |= dict.fromkeys(("partial_ptr", "lse_ptr", "cos_sin_ptr", "scales_ptr"), "*fp32")
     return values | lists | numbers | dict.fromkeys(_STEPS, "i32")
 
 
-def _qkv_build(kind: str, heads: int, kv_heads: int, dim: int, block: int, norm: bool) -> Build:
-    values = dict.fromkeys(("qkv_ptr", "out_ptr", "cache_ptr", "q_norm_ptr", "k_norm_ptr"), f"*{kind}")
+def _qkv_build(kind: str, heads: int, kv_heads: int, dim: int, block: int, norm: bool, kept: str = "") -> Build:
+    values = dict.fromkeys(("qkv_ptr", "out_ptr", "q_norm_ptr", "k_norm_ptr"), f"*{kind}") | {"cache_ptr": f"*{kept or kind}"}
     steps = ("qkv_token", "cos_sin_token", "page_rows")
-    signature = values | {"cos_sin_ptr": "*fp32", "slots_ptr": "*i64", "eps": "fp32"} | dict.fromkeys(steps, "i32")
+    signature = values | {"cos_sin_ptr": "*fp32", "scales_ptr": "*fp32", "slots_ptr": "*i64", "eps": "fp32"} | dict.fromkeys(steps, "i32")
     constants = {"HQ": heads, "HK": kv_heads, "D": dim, "R": dim, "PAGE": 16, "BLOCK_H": block, "HAS_NORM": norm, "PDL": True}
-    blocks = {"BLOCK_HALF": dim // 2, "BLOCK_REST": 1}
-    return Build(norm_rotate_write, signature, constants | blocks, num_warps=1 if block <= 4 else 4, divisible=steps)
+    constants |= {"BLOCK_HALF": dim // 2, "BLOCK_REST": 1, "HAS_SCALES": bool(kept)}
+    warps = 1 if block <= 4 else 4
+    return Build(norm_rotate_write, signature, constants, num_warps=warps, divisible=steps, capabilities=_capabilities(kept))
 
 
-def _gather_build(kind: str, token: int) -> Build:
-    values = dict.fromkeys(("out_ptr", "cache_ptr"), f"*{kind}")
+def _gather_build(kind: str, token: int, kept: str = "") -> Build:
+    values = {"out_ptr": f"*{kind}", "cache_ptr": f"*{kept or kind}"}
     lists = dict.fromkeys(("table_ptr", "starts_ptr", "lengths_ptr"), "*i32")
     signature = values | lists | dict.fromkeys(("table_row", "page_rows"), "i32")
-    return Build(copy_pages, signature, {"PAGE": 16, "TOKEN": token, "BLOCK": BLOCK}, num_warps=8, divisible=("page_rows",))
+    constants, steps = {"PAGE": 16, "TOKEN": token, "BLOCK": BLOCK}, ("page_rows",)
+    return Build(copy_pages, signature, constants, num_warps=8, divisible=steps, capabilities=_capabilities(kept))
 
 
 def _list_builds() -> list[Build]:
@@ -223,22 +253,34 @@ def _list_builds() -> list[Build]:
 _STEPS = ("q_token", "q_head", "table_row", "page_rows", "cos_sin_token")
 _PLAIN = {"HAS_SOFTCAP": False, "HAS_WINDOW": False, "HAS_SINKS": False, "PDL": True}
 BUILDS = [
-    *[_decode_build("bf16", 2, 128, rows) for rows in (1, 8, 128)],
+    *[_decode_build("bf16", 2, 128, rows) for rows in (1, 8, 128, 1024)],
     *[_decode_build("bf16", 2, 128, rows, fused=True) for rows in (1, 8, 32)],
     _decode_build("bf16", 4, 128, 8, fused=True),
     *[_decode_build("bf16", 3, 64, rows) for rows in (1, 128)],
     _decode_build("bf16", 3, 64, 1, fused=True),
+    _decode_build("bf16", 2, 16, 8, fused=True),
     _decode_build("bf16", 4, 128, 32, queries=4),
     _decode_build("fp16", 2, 256, 32),
     _decode_build("fp16", 2, 256, 32, fused=True),
     _decode_build("fp32", 3, 64, 1),
     *[_prefill_build("bf16", group, dim) for group, dim in ((2, 128), (3, 64), (2, 256))],
     _prefill_build("fp32", 3, 64),
+    *[_prefill_build("bf16", group, dim, choose_few) for group, dim in ((2, 128), (3, 64))],
     *[_prefill_build("bf16", group, dim, fixed_config) for group, dim in ((2, 128), (3, 64), (2, 256))],
     _qkv_build("bf16", 16, 8, 128, 4, True),
     _qkv_build("bf16", 16, 8, 128, 16, True),
     _qkv_build("fp32", 9, 3, 64, 16, False),
     _gather_build("bf16", 2 * 8 * 128),
     *[_gathered_build("bf16", group, dim) for group, dim in ((2, 128), (3, 64), (4, 128))],
+    *[_decode_build("bf16", 2, 128, rows, kept="fp8e4nv") for rows in (1, 128)],
+    *[_decode_build("bf16", 2, 128, rows, fused=True, kept="fp8e4nv") for rows in (1, 8, 32)],
+    _decode_build("bf16", 4, 128, 8, fused=True, kept="fp8e4nv"),
+    _decode_build("bf16", 3, 64, 1, fused=True, kept="fp8e4nv"),
+    _decode_build("fp16", 2, 256, 32, fused=True, kept="fp8e4nv"),
+    _decode_build("fp32", 3, 64, 1, kept="fp8e4nv"),
+    *[_prefill_build("bf16", group, dim, kept="fp8e4nv") for group, dim in ((2, 128), (3, 64), (2, 256))],
+    _qkv_build("bf16", 16, 8, 128, 16, True, "fp8e4nv"),
+    _gather_build("bf16", 2 * 8 * 128, "fp8e4nv"),
+    _gathered_build("bf16", 2, 128, scaled=True),
     *_list_builds(),
 ]

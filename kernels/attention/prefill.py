@@ -12,6 +12,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from modelrunner.kernels.attention.device import launch_options, next_power_of_2, processors
+from modelrunner.kernels.attention.scaled import HALF_QUERY, factors, head_scales, in_half
 from modelrunner.kernels.attention.tile import LOG2E, LOWEST, add_sink, capped, fold, matmul, pages_of, token_offsets
 from modelrunner.kernels.attention.work_list import AttentionWork
 
@@ -64,6 +65,7 @@ def prefill_attention(
     count_ptr,
     table_ptr,
     sinks_ptr,
+    scales_ptr,
     scale,
     softcap,
     window,
@@ -82,6 +84,8 @@ def prefill_attention(
     HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+    IN_HALF: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """A persistent program. Units (tile, key head) are sorted by falling length; dealt out to and fro, which evens out the sums."""
@@ -109,11 +113,14 @@ def prefill_attention(
             table = table_ptr + row.to(tl.int64) * table_row
             k_base = cache_ptr + head * D + dim[None, :]
             v_base = k_base + NUM_KV * D
+            key_scale, _, v_scale = head_scales(scales_ptr, head, scale, NUM_KV, HAS_SCALES)
+            key_scale = key_scale / HALF_QUERY if IN_HALF else key_scale
             first_position = seq_len - query_len + first_query
             position = first_position + query
             heads = (head * GROUP + m % GROUP)[:, None]
             q_ok = ((query < live) & (query < TILE))[:, None] & (dim < D)[None, :]
             q = tl.load(q_ptr + (token + query)[:, None] * q_token + heads * q_head + dim[None, :], mask=q_ok, other=0.0)
+            q = factors(q, IN_HALF)
             acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
             largest = tl.full([BLOCK_M], LOWEST, tl.float32)
             total = tl.zeros([BLOCK_M], tl.float32)
@@ -128,22 +135,22 @@ def prefill_attention(
                 begin = first // BLOCK_S * BLOCK_S
                 acc, largest, total = fold_keys(
                     acc, largest, total, q, position, k_base, v_base, table, begin, tl.minimum(full_begin, last), first, last,
-                    scale, softcap, window, page_rows, PAGE, TOKEN, D, BLOCK_D, BLOCK_S, HAS_SOFTCAP, HAS_WINDOW, True,
+                    key_scale, softcap, window, page_rows, PAGE, TOKEN, D, BLOCK_D, BLOCK_S, HAS_SOFTCAP, HAS_WINDOW, True,
                 )  # fmt: skip
             full_end = tl.where(live > 0, tl.maximum((first_position + 1) // BLOCK_S * BLOCK_S, full_begin), last)
             acc, largest, total = fold_keys(
                 acc, largest, total, q, position, k_base, v_base, table, full_begin, full_end, first, last,
-                scale, softcap, window, page_rows, PAGE, TOKEN, D, BLOCK_D, BLOCK_S, HAS_SOFTCAP, HAS_WINDOW, False,
+                key_scale, softcap, window, page_rows, PAGE, TOKEN, D, BLOCK_D, BLOCK_S, HAS_SOFTCAP, HAS_WINDOW, False,
             )  # fmt: skip
             acc, largest, total = fold_keys(
                 acc, largest, total, q, position, k_base, v_base, table, full_end, last, first, last,
-                scale, softcap, window, page_rows, PAGE, TOKEN, D, BLOCK_D, BLOCK_S, HAS_SOFTCAP, HAS_WINDOW, True,
+                key_scale, softcap, window, page_rows, PAGE, TOKEN, D, BLOCK_D, BLOCK_S, HAS_SOFTCAP, HAS_WINDOW, True,
             )  # fmt: skip
 
             if HAS_SINKS:
                 sink = tl.load(sinks_ptr + head * GROUP + m % GROUP).to(tl.float32) * LOG2E
                 acc, total = add_sink(acc, largest, total, sink)
-            result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+            result = acc / tl.where(total > 0.0, total, 1.0)[:, None] * v_scale
             result = tl.where((query < live)[:, None], result, 0.0)
             out_ok = ((query < tokens) & (query < TILE))[:, None] & (dim < D)[None, :]
             out = out_ptr + (token + query)[:, None] * (NUM_KV * GROUP * D) + heads * D + dim[None, :]
@@ -158,6 +165,7 @@ def prefill_rows(
     scale: float,
     softcap: float | None,
     sinks: torch.Tensor | None,
+    scales: torch.Tensor | None = None,
     **options: bool,
 ) -> None:
     """Attention of the tokens after those of the decode rows, into the same tokens of out. q: [T, H, D]. out: [T, H, D], contiguous.
@@ -177,6 +185,7 @@ def prefill_rows(
         prefill.count,
         work.block_table,
         q if sinks is None else sinks,
+        q if scales is None else scales,
         scale,
         softcap or 0.0,
         work.window or 0,
@@ -195,6 +204,8 @@ def prefill_rows(
         HAS_SOFTCAP=softcap is not None,
         HAS_WINDOW=work.window is not None,
         HAS_SINKS=sinks is not None,
+        HAS_SCALES=scales is not None,
+        IN_HALF=in_half(q, cache),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         **launch_options(device),

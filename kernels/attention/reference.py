@@ -11,26 +11,38 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from modelrunner.kernels.attention.index import AttentionIndex, AttentionTiles, attention_index, rows_per_page, token_rows
 
+E4M3 = torch.float8_e4m3fn
+LARGEST_E4M3 = 448.0
 
-def write_cache(cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
+
+def write_cache(cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, *, scales: torch.Tensor | None = None) -> None:
     """Store keys and values, in place. cache: [num_pages, tokens_per_page, 2, HK, D]. k, v: [T, HK, D]. slots: [T] int64, -1: not written.
 
-    The null page is left all zeros.
+    scales: [2, HK] float32 above 0, of keys and of values: a head is kept divided by its scale. What float8_e4m3fn does not reach becomes
+    its largest number, 448, with its sign (Micikevicius et al. 2022, arXiv:2209.05433). The null page is left all zeros.
     """
     tokens_per_page = cache.shape[1]
     used = slots.clamp(min=0)
-    _write(cache, k, v, used // tokens_per_page * rows_per_page(cache) + used % tokens_per_page)
+    _write(cache, k, v, used // tokens_per_page * rows_per_page(cache) + used % tokens_per_page, scales)
 
 
-def indexed_write(cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, index: AttentionIndex) -> None:
+def indexed_write(
+    cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, index: AttentionIndex, *, scales: torch.Tensor | None = None
+) -> None:
     """`write_cache` at the slots that `index` was made for."""
-    _write(cache, k, v, index.write_rows)
+    _write(cache, k, v, index.write_rows, scales)
 
 
-def _write(cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor) -> None:
+def _write(cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor, scales: torch.Tensor | None) -> None:
     """Tokens that are not written go to the null page's first token, which is then made zero again: cheaper than masking k and v."""
-    view = token_rows(cache)
-    view.index_copy_(0, rows, torch.cat((k.flatten(1), v.flatten(1)), 1).to(cache.dtype))
+    view, values = token_rows(cache), torch.cat((k.flatten(1), v.flatten(1)), 1)
+    if scales is not None:
+        values = (values.float().unflatten(1, (2, *k.shape[1:])) * scales.reciprocal().unsqueeze(-1)).flatten(1)
+    if cache.dtype == E4M3:
+        bits = values.clamp(-LARGEST_E4M3, LARGEST_E4M3).to(E4M3).view(torch.uint8)
+        view.view(torch.uint8).index_copy_(0, rows, bits)  # torch copies no 8-bit floats by index
+    else:
+        view.index_copy_(0, rows, values.to(cache.dtype))
     view[0].zero_()
 
 
@@ -41,7 +53,8 @@ def gather_pages(
 
     cache: [num_pages, tokens_per_page, 2, HK, D]. block_table: [N, P] int32. starts: [N+1] int32, ascending: a row's first token in out.
     lengths: [N] int32 tokens of each row, of which no more are copied than there is room for. Tokens between a row's last and the next
-    row's first become zeros. max_tokens: bounds the distance of two starts. out: [S, 2, HK, D], contiguous; changed up to starts[N].
+    row's first become zeros. max_tokens: bounds the distance of two starts. out: [S, 2, HK, D], contiguous; changed up to starts[N]. It may
+    have another type than the cache, which then holds all of the cache's numbers.
     """
     token = torch.arange(out.shape[0], dtype=torch.int32, device=out.device)
     row = torch.searchsorted(starts[1:].contiguous(), token, right=True).clamp_(max=lengths.shape[0] - 1)
@@ -50,7 +63,8 @@ def gather_pages(
     page_tokens = cache.shape[1]
     page = block_table[row, torch.where(there, place // page_tokens, 0)]
     source = torch.where(there, page.long() * rows_per_page(cache) + place % page_tokens, 0)
-    copied = token_rows(cache).index_select(0, source).view(out.shape).masked_fill_(~there.view(-1, 1, 1, 1), 0.0)
+    copied = token_rows(cache).index_select(0, source).view(out.shape)
+    copied = torch.where(there.view(-1, 1, 1, 1), copied, torch.zeros_like(copied)).to(out.dtype)
     out.copy_(torch.where((token < starts[-1]).view(-1, 1, 1, 1), copied, out))
 
 
@@ -72,6 +86,7 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of the step's tokens to their rows' cached keys and values; the step's own are already written.
 
@@ -79,7 +94,7 @@ def paged_attention(
     positions: [T] int64, of each token in its row (implied by the lengths; kernels may prefer to read them).
     scale: factor on q.k. softcap: scores become softcap * tanh(scores / softcap). window: tokens that a query sees, itself included.
     sinks: [H], for each head the score of one more key, which has no value: it takes weight away from the others (attention sinks, Xiao et
-    al. 2023, arXiv:2309.17453, learned as in gpt-oss). Neither scaled nor capped.
+    al. 2023, arXiv:2309.17453, learned as in gpt-oss). Neither scaled nor capped. scales: those that the cache was written with.
     Returns [T, H, D] in q's dtype; invalid tokens get finite values.
     """
     index = attention_index(
@@ -98,7 +113,7 @@ def paged_attention(
         window=window,
         dtype=q.dtype,
     )
-    return indexed_attention(q, cache, index, scale=scale, softcap=softcap, sinks=sinks)
+    return indexed_attention(q, cache, index, scale=scale, softcap=softcap, sinks=sinks, scales=scales)
 
 
 def indexed_attention(
@@ -109,10 +124,11 @@ def indexed_attention(
     scale: float,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`paged_attention` of the step that `index` was made for. q: [T, H, D]. Returns [T, H, D] in q's dtype."""
     view = token_rows(cache)
-    parts = [_attend(q, view, index.num_kv_heads, tiles, scale, softcap, sinks) for tiles in index.tiles]
+    parts = [_attend(q, view, index.num_kv_heads, tiles, scale, softcap, sinks, scales) for tiles in index.tiles]
     if not parts:
         return torch.zeros_like(q)
     out = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -131,12 +147,15 @@ def _attend(
     scale: float,
     softcap: float | None,
     sinks: torch.Tensor | None,
+    scales: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attention of some tiles, [W * Q, H, D]. The query heads that share a key head are rows of one product."""
     heads, dim = q.shape[1:]
     num, queries, group = tiles.num_tiles, tiles.tile_query, heads // num_kv_heads
     kv = view.index_select(0, tiles.keys).view(num, -1, 2, num_kv_heads, dim)
-    if kv.dtype != q.dtype:
+    if scales is not None:
+        kv = kv.float() * scales.unsqueeze(-1)
+    elif kv.dtype != q.dtype:
         kv = kv.to(q.dtype)
     k, v = kv.permute(2, 0, 3, 1, 4).unbind(0)
     if isinstance(tiles.queries, slice):
@@ -148,7 +167,7 @@ def _attend(
     else:
         folded = part.reshape(num, queries, num_kv_heads, group, dim).transpose(1, 2).reshape(num, num_kv_heads, queries * group, dim)
     if softcap is None and sinks is None:
-        out = scaled_dot_product_attention(folded, k, v, attn_mask=tiles.mask, scale=scale)
+        out = scaled_dot_product_attention(folded.to(k.dtype), k, v, attn_mask=tiles.mask.to(k.dtype), scale=scale).to(q.dtype)
     else:
         scores = torch.matmul(folded.float() * scale, k.float().transpose(2, 3))
         if softcap is not None:

@@ -14,6 +14,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from modelrunner.kernels.attention.device import launch_options, next_power_of_2
 from modelrunner.kernels.attention.index import rows_per_page
+from modelrunner.kernels.attention.scaled import stored
 
 
 @triton.jit
@@ -40,12 +41,16 @@ def rounded_product(quotient, weight, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def store_heads(out_ptr, cache_ptr, x, token, head, place, written, dim, mask, HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr):
-    """Queries to out, keys and values (one after the other in the cache) to the token's place. x: [B, C]. head: [B]. dim: [C]."""
+def store_heads(
+    out_ptr, cache_ptr, x, token, head, place, written, scale, dim, mask,
+    HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, HAS_SCALES: tl.constexpr,
+):  # fmt: skip
+    """Queries to out, keys and values (one after the other in the cache) to the token's place. x: [B, C]. head, scale: [B]. dim: [C]."""
     query = (head < HQ)[:, None] & mask[None, :]
     tl.store(out_ptr + token * (HQ * D) + head[:, None] * D + dim[None, :], x.to(out_ptr.dtype.element_ty), mask=query)
     other = ((head >= HQ) & (head < HQ + 2 * HK) & written)[:, None] & mask[None, :]
-    tl.store(cache_ptr + place + (head[:, None] - HQ) * D + dim[None, :], x.to(cache_ptr.dtype.element_ty), mask=other)
+    kept = stored(x, scale[:, None], cache_ptr.dtype.element_ty, HAS_SCALES)
+    tl.store(cache_ptr + place + (head[:, None] - HQ) * D + dim[None, :], kept, mask=other)
 
 
 @triton.jit
@@ -57,6 +62,7 @@ def norm_rotate_write(
     k_norm_ptr,
     cos_sin_ptr,
     slots_ptr,
+    scales_ptr,
     eps,
     qkv_token,
     cos_sin_token,
@@ -70,6 +76,7 @@ def norm_rotate_write(
     BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Program (token, block of heads): the first R components in two halves that rotate against each other, and the rest."""
@@ -110,10 +117,13 @@ def norm_rotate_write(
     second = tl.where(turns, b * cos + a * sin, b).to(DTYPE)
     place = (slot // PAGE * page_rows + slot % PAGE) * (2 * HK * D)
     written = slot + tl.zeros([BLOCK_H], tl.int64) >= 0
-    store_heads(out_ptr, cache_ptr, first, token, head, place, written, dim, in_half, HQ, HK, D)
-    store_heads(out_ptr, cache_ptr, second, token, head, place, written, HALF + dim, in_half, HQ, HK, D)
+    scale = tl.full([BLOCK_H], 1.0, tl.float32)
+    if HAS_SCALES:
+        scale = tl.load(scales_ptr + head - HQ, mask=(head >= HQ) & (head < HQ + 2 * HK), other=1.0)
+    store_heads(out_ptr, cache_ptr, first, token, head, place, written, scale, dim, in_half, HQ, HK, D, HAS_SCALES)
+    store_heads(out_ptr, cache_ptr, second, token, head, place, written, scale, HALF + dim, in_half, HQ, HK, D, HAS_SCALES)
     if R < D:
-        store_heads(out_ptr, cache_ptr, c.to(DTYPE), token, head, place, written, rest, in_rest, HQ, HK, D)
+        store_heads(out_ptr, cache_ptr, c.to(DTYPE), token, head, place, written, scale, rest, in_rest, HQ, HK, D, HAS_SCALES)
 
 
 def qkv_rope_write(
@@ -127,11 +137,13 @@ def qkv_rope_write(
     cache: torch.Tensor,
     slots: torch.Tensor,
     index: Any,
+    *,
+    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The fusion of that name (`modelrunner.plugins.fusions`) in one launch; index is not needed.
 
     qkv: [T, (HQ + 2 HK) * D], its last dimension contiguous. cos_sin: [T, R] float32. cache: [num_pages, tokens_per_page, 2, HK, D].
-    slots: [T] int64, -1: not written. Writes the cache. Returns the rotated queries [T, HQ, D].
+    slots: [T] int64, -1: not written. scales: as of the fusion. Writes the cache. Returns the rotated queries [T, HQ, D].
     """
     num_tokens, dim, rotary = qkv.shape[0], cache.shape[4], cos_sin.shape[1]
     heads = num_heads + 2 * num_kv_heads
@@ -149,6 +161,7 @@ def qkv_rope_write(
         other_norm,
         cos_sin,
         slots,
+        cos_sin if scales is None else scales,
         eps,
         qkv.stride(0),
         cos_sin.stride(0),
@@ -162,6 +175,7 @@ def qkv_rope_write(
         BLOCK_HALF=next_power_of_2(rotary // 2),
         BLOCK_REST=next_power_of_2(max(dim - rotary, 1)),
         HAS_NORM=q_norm is not None,
+        HAS_SCALES=scales is not None,
         num_warps=1 if block <= 4 else 4,
         **launch_options(qkv.device),
     )

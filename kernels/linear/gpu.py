@@ -13,8 +13,9 @@ from modelrunner.kernels.linear.fixed import SUM_BLOCK as FIXED_SUM_BLOCK
 from modelrunner.kernels.linear.fixed import fixed_int8_matmul, fixed_kernel, fixed_matmul, fixed_sum_kernel, fixed_tiles
 from modelrunner.kernels.linear.gemv import gemv_kernel
 from modelrunner.kernels.linear.launch import SUM_BLOCK
-from modelrunner.kernels.linear.plan import Gemv, plan
+from modelrunner.kernels.linear.plan import Gemv, Stream, added, plan
 from modelrunner.kernels.linear.products import int8_matmul, matmul, matmul_add, norm_gated_matmul, norm_matmul
+from modelrunner.kernels.linear.stream import stream_kernel
 from modelrunner.kernels.linear.tiles import sum_kernel, tile_kernel
 
 OVERRIDES: dict[str, Callable[..., Any]] = {
@@ -33,12 +34,17 @@ _DIVISIBLE = ("N", "x_stride", "residual_stride")
 def builds(kind: str, rows: int, outputs: int, inner: int, dtype: str = "bf16") -> list[Build]:
     """What one product launches. kind: "plain", "norm", "add", "gated" (with a norm) or "int8"."""
     act = SILU if kind == "gated" else 0
-    tiles = plan(rows, outputs, inner, 16 if dtype != "fp32" else 32, act != 0, kind in ("norm", "gated"), dtype == "fp16")
+    norm, bits = kind in ("norm", "gated"), 16 if dtype != "fp32" else 32
+    tiles = plan(rows, outputs, inner, bits, act != 0, norm, dtype == "fp16", kind != "int8")
+    if tiles is None and kind == "add":
+        tiles = added(rows, outputs, inner, bits)
     if tiles is None:
         return []
+    if isinstance(tiles, Stream):
+        return _stream_builds(tiles, kind, inner, dtype)
     given = {"x_ptr": dtype, "w_ptr": "i8" if kind == "int8" else dtype, "out_ptr": dtype}
     fused = isinstance(tiles, Gemv) or tiles.fused_norm
-    given |= {"norm_ptr": dtype} if kind in ("norm", "gated") and fused else {}
+    given |= {"norm_ptr": dtype} if norm and fused else {}
     given |= {"residual_ptr": dtype} if kind == "add" else {}
     given |= {"scale_ptr": "fp32"} if kind == "int8" else {}
     split = 1 if isinstance(tiles, Gemv) else tiles.split
@@ -55,18 +61,40 @@ def builds(kind: str, rows: int, outputs: int, inner: int, dtype: str = "bf16") 
     for way, early in ((tiles, True), (tiles.pipelined(), False)):
         capabilities = tuple(c for c in CAPABILITIES if (c >= PDL_SINCE) == early)
         constants = {"BT": way.bt, "BN": way.bn, "BK": way.bk, "HOLD": way.stages == 1, "WARM": way.warm}
+        if split > 1:
+            constants |= {"out_ptr": None, "residual_ptr": None}
         kernel = (tile_kernel, signature, none | common | constants, way.warps, way.stages)
         found.append(Build(*kernel, 16, divisible=_DIVISIBLE, capabilities=capabilities))
     if split > 1:
+        none = {name: None for name in none if name in ("scale_ptr", "residual_ptr")} | ({} if "norm_ptr" in given else {"x_ptr": None})
         constants = {"BLOCK_K": triton.next_power_of_2(inner), "BLOCK": SUM_BLOCK}
         # A100's compiler spills a little where eight parts of gate and up meet the norm.
         found.append(Build(sum_kernel, signature, none | common | constants, 2, max_spill_bytes=32, divisible=_DIVISIBLE))
     return found
 
 
+def _stream_builds(tiles: Stream, kind: str, inner: int, dtype: str) -> list[Build]:
+    """As `builds`, for weights in a stream: norms are launches of their own."""
+    act, split = SILU if kind == "gated" else 0, tiles.split > 1
+    blocks = {"x_desc": f"tensordesc<{dtype}[{tiles.bt}, {tiles.bk}]>", "w_desc": f"tensordesc<{dtype}[{tiles.bn}, {tiles.bk}]>"}
+    pointers = {"w_ptr": dtype, "residual_ptr": dtype, "out_ptr": dtype, "part_ptr": "fp32"}
+    none = {"out_ptr", "residual_ptr"} if split else {"part_ptr"} | (set() if kind == "add" else {"residual_ptr"})
+    signature = blocks | {k: f"*{v}" for k, v in pointers.items() if k not in none} | _NUMBERS
+    common: dict[str, Any] = {"K": inner, "SPLIT": tiles.split, "ACT": act, "PDL": True}
+    constants = {"BT": tiles.bt, "BN": tiles.bn, "BK": tiles.bk, "AHEAD": tiles.ahead, "CHUNK": tiles.chunk} | dict.fromkeys(none)
+    shape = (tiles.warps, tiles.stages)
+    found = [Build(stream_kernel, signature, common | constants, *shape, 16, divisible=_DIVISIBLE, capabilities=(90, 100))]
+    if split:
+        given = {"part_ptr": "*fp32", "out_ptr": f"*{dtype}"} | ({"residual_ptr": f"*{dtype}"} if kind == "add" else {})
+        absent = {name: None for name in ("x_ptr", "scale_ptr", "residual_ptr") if name not in given}
+        sums = common | absent | {"BLOCK_K": triton.next_power_of_2(inner), "BLOCK": SUM_BLOCK}
+        found.append(Build(sum_kernel, given | _NUMBERS, sums, 2, divisible=_DIVISIBLE, capabilities=(90, 100)))
+    return found
+
+
 BUILDS: list[Build] = [
     build
-    for rows in (1, 4, 16, 32, 64, 128)
+    for rows in (1, 4, 16, 32, 64, 128, 192, 256)
     for kind, outputs, inner in [
         ("norm", 4096, 1024),  # Qwen3-0.6B: qkv, o, gate and up, down, head
         ("add", 1024, 2048),

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from modelrunner.kernels.linear.gemv import gemv_kernel
-from modelrunner.kernels.linear.plan import Gemv, Tiles
+from modelrunner.kernels.linear.plan import Gemv, Stream, Tiles
+from modelrunner.kernels.linear.stream import stream_kernel
 from modelrunner.kernels.linear.tiles import sum_kernel, tile_kernel
 from modelrunner.kernels.norm.rows import rms_norm
 from modelrunner.kernels.pdl import pdl
@@ -30,49 +32,79 @@ class Extras:
 PLAIN = Extras()
 
 
-def run(tiles: Gemv | Tiles, x: torch.Tensor, weight: torch.Tensor, extras: Extras = PLAIN) -> torch.Tensor:
+def run(tiles: Gemv | Tiles | Stream, x: torch.Tensor, weight: torch.Tensor, extras: Extras = PLAIN) -> torch.Tensor:
     """residual + act(scale * (norm(x) @ weight.T)). x: [T, K], T >= 1; rows of x and of the residual may be strided, weight is contiguous.
 
     Returns [T, N] in x's dtype; for a gated activation weight is [2N, K], gate rows first.
     """
-    outputs = weight.shape[0] // 2 if extras.act else weight.shape[0]
-    out = torch.empty((x.shape[0], outputs), dtype=x.dtype, device=x.device)
     if isinstance(tiles, Gemv):
-        _run_gemv(tiles, x, weight, extras, out)
-    else:
-        _run_tiles(tiles, x, weight, extras, out)
-    return out
+        return _run_gemv(tiles, x, weight, extras)
+    return _run_tiles(tiles, x, weight, extras)
 
 
-def _run_gemv(tiles: Gemv, x: torch.Tensor, weight: torch.Tensor, extras: Extras, out: torch.Tensor) -> None:
-    rows, outputs = out.shape
-    residual = extras.residual
-    strides = (x.stride(0), 0 if residual is None else residual.stride(0))
+def _output(x: torch.Tensor, weight: torch.Tensor, extras: Extras) -> torch.Tensor:
+    return torch.empty((x.shape[0], weight.shape[0] // 2 if extras.act else weight.shape[0]), dtype=x.dtype, device=x.device)
+
+
+def _run_gemv(tiles: Gemv, x: torch.Tensor, weight: torch.Tensor, extras: Extras) -> torch.Tensor:
+    out = _output(x, weight, extras)
+    (rows, outputs), residual = out.shape, extras.residual
+    strides = (x.stride(0), _stride(residual))
     gemv_kernel[(triton.cdiv(outputs, tiles.bn),)](
         x, extras.norm, weight, extras.scale, residual, out, outputs, *strides, extras.eps,
         T=rows, K=x.shape[1], BN=tiles.bn, BK=tiles.bk, ACT=extras.act, num_warps=tiles.warps, **pdl(x),
     )  # fmt: skip
+    return out
 
 
-def _run_tiles(tiles: Tiles, x: torch.Tensor, weight: torch.Tensor, extras: Extras, out: torch.Tensor) -> None:
-    rows, outputs = out.shape
+def _run_tiles(tiles: Tiles | Stream, x: torch.Tensor, weight: torch.Tensor, extras: Extras) -> torch.Tensor:
+    if extras.norm is not None and not (isinstance(tiles, Tiles) and tiles.fused_norm):
+        x, extras = rms_norm(x, extras.norm, extras.eps), replace(extras, norm=None)
+    launch, out, split = (_launch_stream if isinstance(tiles, Stream) else _launch_tiles), _output(x, weight, extras), tiles.split
+    if split == 1:
+        launch(tiles, x, weight, extras, out, None)
+        return out
+    parts = torch.empty((split, x.shape[0], weight.shape[0]), dtype=torch.float32, device=x.device)
+    launch(tiles, x, weight, replace(extras, residual=None), None, parts)
+    (rows, outputs), inner, residual = out.shape, x.shape[1], extras.residual
+    sum_kernel[(rows, triton.cdiv(outputs, SUM_BLOCK))](
+        parts, None if extras.norm is None else x, extras.scale, residual, out, rows, outputs, x.stride(0), _stride(residual), extras.eps,
+        K=inner, BLOCK_K=triton.next_power_of_2(inner), BLOCK=SUM_BLOCK, SPLIT=split, ACT=extras.act, num_warps=2, **pdl(x),
+    )  # fmt: skip
+    return out
+
+
+def _launch_tiles(
+    tiles: Tiles, x: torch.Tensor, weight: torch.Tensor, extras: Extras, out: torch.Tensor | None, parts: torch.Tensor | None
+) -> None:
+    """Into out, or plain sums into parts [split, T, N or 2N]."""
+    rows, outputs, residual = x.shape[0], weight.shape[0] // (2 if extras.act else 1), extras.residual
     dependent = pdl(x)
     if x.is_cuda and not dependent["PDL"]:
         tiles = tiles.pipelined()
-    inner, norm, residual, act, split = x.shape[1], extras.norm, extras.residual, extras.act, tiles.split
-    if norm is not None and not tiles.fused_norm:
-        x, norm = rms_norm(x, norm, extras.eps), None
-    strides = (x.stride(0), 0 if residual is None else residual.stride(0))
-    before, after = (x, norm, weight, extras.scale, residual, out), (rows, outputs, *strides, extras.eps)
-    options = {"K": inner, "ACT": act, "num_warps": tiles.warps, "num_stages": tiles.stages, **dependent}
-    options |= {"BT": tiles.bt, "BN": tiles.bn, "BK": tiles.bk, "HOLD": tiles.stages == 1, "WARM": tiles.warm and dependent["PDL"]}
-    grid = (triton.cdiv(outputs, tiles.bn), split, triton.cdiv(rows, tiles.bt))
-    if split == 1:
-        tile_kernel[grid](*before, None, *after, SPLIT=1, **options)
-    else:
-        part = torch.empty((split, rows, weight.shape[0]), dtype=torch.float32, device=x.device)
-        tile_kernel[grid](*before, part, *after, SPLIT=split, **options)
-        sum_kernel[(rows, triton.cdiv(outputs, SUM_BLOCK))](
-            part, x, norm, extras.scale, residual, out, *after,
-            K=inner, BLOCK_K=triton.next_power_of_2(inner), BLOCK=SUM_BLOCK, SPLIT=split, ACT=act, num_warps=2, **dependent,
-        )  # fmt: skip
+    tile_kernel[(triton.cdiv(outputs, tiles.bn), tiles.split, triton.cdiv(rows, tiles.bt))](
+        x, extras.norm, weight, extras.scale, residual, out, parts, rows, outputs, x.stride(0), _stride(residual), extras.eps,
+        K=x.shape[1], BT=tiles.bt, BN=tiles.bn, BK=tiles.bk, SPLIT=tiles.split, ACT=extras.act, HOLD=tiles.stages == 1,
+        WARM=tiles.warm and dependent["PDL"], num_warps=tiles.warps, num_stages=tiles.stages, **dependent,
+    )  # fmt: skip
+
+
+def _launch_stream(
+    tiles: Stream, x: torch.Tensor, weight: torch.Tensor, extras: Extras, out: torch.Tensor | None, parts: torch.Tensor | None
+) -> None:
+    """As `_launch_tiles`, without norm and scale."""
+    rows, outputs, residual = x.shape[0], weight.shape[0] // (2 if extras.act else 1), extras.residual
+    if x.stride(0) * x.element_size() % 16 or x.data_ptr() % 16:
+        x = x.contiguous()
+    dependent = pdl(x)
+    ahead, chunk = (tiles.ahead, tiles.chunk) if dependent["PDL"] else (0, 0)
+    blocks = [TensorDescriptor(m, [*m.shape], [m.stride(0), 1], [size, tiles.bk]) for m, size in ((x, tiles.bt), (weight, tiles.bn))]
+    stream_kernel[(triton.cdiv(outputs, tiles.bn), tiles.split, triton.cdiv(rows, tiles.bt))](
+        *blocks, weight, residual, out, parts, rows, outputs, _stride(residual),
+        K=x.shape[1], BT=tiles.bt, BN=tiles.bn, BK=tiles.bk, SPLIT=tiles.split, ACT=extras.act,
+        AHEAD=ahead, CHUNK=chunk, num_warps=tiles.warps, num_stages=tiles.stages, **dependent,
+    )  # fmt: skip
+
+
+def _stride(residual: torch.Tensor | None) -> int:
+    return 0 if residual is None else residual.stride(0)

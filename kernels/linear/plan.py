@@ -7,9 +7,13 @@ from functools import cache
 
 GEMV_ROWS = 2  # beyond, tensor cores
 TILE_ROWS = 128  # beyond, the vendor's library
+ADDED_ROWS = 256  # the same for a product that is added to a residual,
+SMALL = 2**22  # and has no more weights
 PROGRAMS = 128  # that keep the GPU busy
 LARGE = 2**24  # weights from which on the vendor's library reads them as fast, but for tall products of few outputs
 HELD = 2**17  # bytes of weights that a program holds in shared memory
+STREAMS = 90  # programs that keep memory busy, each with a full pipeline
+PIPELINE = 224_000  # bytes of shared memory for it
 HEAD = 2**16  # outputs of a product that is the model's head
 
 
@@ -45,12 +49,30 @@ class Tiles:
         return replace(self, bk=min(self.bk, 128 if self.bt <= 32 else 64), stages=3) if self.stages == 1 else self
 
 
+@dataclass(frozen=True)
+class Stream:
+    """Tiles of `stream_kernel`: as in `Tiles`. ahead: columns by which weights are fetched into the L2 cache before they are copied to
+    shared memory; chunk: so many at a time, 0: only the first `ahead`.
+    """
+
+    bt: int
+    bn: int
+    bk: int
+    split: int
+    warps: int
+    stages: int
+    ahead: int = 0
+    chunk: int = 0
+
+
 @cache
-def plan(rows: int, outputs: int, inner: int, bits: int, gated: bool, norm: bool, half: bool) -> Gemv | Tiles | None:
+def plan(
+    rows: int, outputs: int, inner: int, bits: int, gated: bool, norm: bool, half: bool, streams: bool = True
+) -> Gemv | Tiles | Stream | None:
     """None: the vendor's library, with norm and activation in launches of their own.
 
     outputs: of the product (of gate and up each, if gated). bits: of x's type. half: x is float16, whose range is too small for
-    x * norm weight without 1 / rms.
+    x * norm weight without 1 / rms. streams: weights are of x's type, and the device copies tiles by itself (compute capability 9.0 on).
     """
     if inner % 16 or outputs < 16:
         return None
@@ -59,7 +81,9 @@ def plan(rows: int, outputs: int, inner: int, bits: int, gated: bool, norm: bool
     if rows > TILE_ROWS or bits != 16:
         return None
     if outputs * inner * (2 if gated else 1) >= LARGE:
-        return None if norm else _large(rows, outputs, inner)
+        if streams and outputs < HEAD:
+            return _stream(rows, outputs, inner, gated)
+        return None if norm else _large(rows, outputs, inner, streams)
     if norm and rows > 64:
         return None
     return _small(rows, outputs, inner, gated, norm, not (norm and half))
@@ -85,13 +109,29 @@ def _gemv(rows: int, outputs: int, inner: int, gated: bool) -> Gemv | None:
     return Gemv(max(1, bn // 2), 2048, 8) if inner <= 16384 else None
 
 
-def _large(rows: int, outputs: int, inner: int) -> Tiles | None:
+def _stream(rows: int, outputs: int, inner: int, gated: bool) -> Stream:
+    """More weights than the multiprocessors hold at once, of a layer: all programs run together, with what pipelines fit in shared memory.
+
+    The longer the pieces of a row of weights that are read at a time, the faster is memory.
+    """
+    bt, height = _rows_of_tile(rows, TILE_ROWS), 128 if gated else 64
+    bk = max(64, 256 // (height // 64) // (1 if bt <= 32 else 2))
+    split = next((n for n in (1, 2, 3, 4, 6, 8) if outputs // 64 * n >= STREAMS and inner % (n * bk) == 0), 8)
+    # Many rows of gate and up: two programs a multiprocessor, as there are too many for one each.
+    room = PIPELINE // 2 if gated and bt > 32 else PIPELINE
+    ahead = min(512, inner // split // bk * bk)
+    return Stream(bt, 64, bk, split, 4, min(8, room // (2 * bk * (height + bt))), ahead)
+
+
+def _large(rows: int, outputs: int, inner: int, streams: bool) -> Tiles | Stream | None:
     """More weights than the multiprocessors hold at once."""
     bt = _rows_of_tile(rows)
-    if outputs >= HEAD:
-        return Tiles(bt, 64, 128, 1, 4, 4, warm=False) if 8 < rows <= 32 and inner <= 2048 else None
     if rows > 32:
         return None
+    if outputs >= HEAD:
+        if rows > 8 and inner <= 2048:
+            return Tiles(bt, 64, 128, 1, 4, 4, warm=False)
+        return Stream(bt, 64, 128, 1, 4, PIPELINE // 2 // (256 * (64 + bt))) if streams else None
     return Tiles(bt, 64, 128, 8, 4, 3, warm=False) if inner <= 4096 else Tiles(bt, 64, 128, 2, 4, 4, warm=False)
 
 
@@ -121,8 +161,8 @@ def _small(rows: int, outputs: int, inner: int, gated: bool, norm: bool, fused_n
     return Tiles(bt, 64, 128, split, 4, 3, fused_norm)
 
 
-def _rows_of_tile(rows: int) -> int:
-    return min(64, max(16, 1 << (rows - 1).bit_length()))
+def _rows_of_tile(rows: int, most: int = 64) -> int:
+    return min(most, max(16, 1 << (rows - 1).bit_length()))
 
 
 def _split(inner: int, most: int) -> int:
@@ -131,3 +171,13 @@ def _split(inner: int, most: int) -> int:
     while 2 * split <= most and inner >= 256 * split:
         split *= 2
     return split
+
+
+@cache
+def added(rows: int, outputs: int, inner: int, bits: int) -> Tiles | None:
+    """`plan` of a product of more than TILE_ROWS rows that is added to a residual; None: the vendor's library, which first copies that."""
+    if not TILE_ROWS < rows <= ADDED_ROWS or bits != 16 or inner % 64 or outputs * inner > SMALL:
+        return None
+    if rows > 192 and inner > 2048:
+        return Tiles(128, 64, 128, 4, 4, 3, warm=False)
+    return Tiles(64, 64, 64, 1 if rows > 192 else 2, 4, 6, warm=False)

@@ -9,9 +9,10 @@ from torch.nn.functional import linear
 
 from modelrunner.kernels.activation.gated import GELU_TANH, SILU, gelu_tanh_mul, silu_mul
 from modelrunner.kernels.linear.launch import PLAIN, Extras, run
-from modelrunner.kernels.linear.plan import TILE_ROWS, Gemv, Tiles, plan
+from modelrunner.kernels.linear.plan import TILE_ROWS, Gemv, Stream, Tiles, added, plan
 from modelrunner.kernels.linear.reference import int8_matmul as reference_int8_matmul
 from modelrunner.kernels.norm.rows import rms_norm
+from modelrunner.kernels.pdl import pdl
 
 ACTIVATIONS: dict[str, tuple[int, Callable[[torch.Tensor], torch.Tensor]]] = {
     "silu_mul": (SILU, silu_mul),
@@ -19,12 +20,13 @@ ACTIVATIONS: dict[str, tuple[int, Callable[[torch.Tensor], torch.Tensor]]] = {
 }
 
 
-def _choose(x: torch.Tensor, weight: torch.Tensor, outputs: int, gated: bool, norm: bool) -> Gemv | Tiles | None:
+def _choose(x: torch.Tensor, weight: torch.Tensor, outputs: int, gated: bool, norm: bool) -> Gemv | Tiles | Stream | None:
     """Tiles for x [T, K], or None for the vendor's library."""
     rows = x.shape[0]
     if rows > TILE_ROWS or rows == 0 or x.stride(1) != 1 or not weight.is_contiguous():
         return None
-    return plan(rows, outputs, x.shape[1], 8 * x.element_size(), gated, norm, x.dtype == torch.float16)
+    streams = weight.dtype == x.dtype and weight.data_ptr() % 16 == 0 and (not x.is_cuda or pdl(x)["PDL"])
+    return plan(rows, outputs, x.shape[1], 8 * x.element_size(), gated, norm, x.dtype == torch.float16, streams)
 
 
 def matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -40,6 +42,8 @@ def matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def matmul_add(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
     """residual + x @ weight.T, rounded once. x: [T, K]; weight: [N, K]; residual: [T, N]."""
     tiles = _choose(x, weight, weight.shape[0], False, False) if residual.stride(-1) == 1 else None
+    if tiles is None and x.stride(1) == residual.stride(-1) == 1 and weight.is_contiguous() and x.dtype == weight.dtype:
+        tiles = added(x.shape[0], *weight.shape, 8 * x.element_size())
     if tiles is None:
         return torch.addmm(residual, x, weight.t())
     return run(tiles, x, weight, Extras(residual=residual))

@@ -19,7 +19,7 @@ from modelrunner.kernels.activation.gated import gated
 
 
 @triton.jit
-def _prefetch(w_ptr, first, bound, K: tl.constexpr, BN: tl.constexpr, LENGTH: tl.constexpr):
+def prefetch(w_ptr, first, bound, K: tl.constexpr, BN: tl.constexpr, LENGTH: tl.constexpr):
     """Fetch LENGTH values of each of BN rows of w_ptr into the L2 cache. first: row; bound: the last one there is."""
     ITEM: tl.constexpr = w_ptr.dtype.element_ty.primitive_bitwidth // 8
     LINES: tl.constexpr = (LENGTH * ITEM + 127) // 128
@@ -31,12 +31,12 @@ def _prefetch(w_ptr, first, bound, K: tl.constexpr, BN: tl.constexpr, LENGTH: tl
 
 
 @triton.jit
-def _prefetch_rows(w_ptr, start, N, K: tl.constexpr, BN: tl.constexpr, LENGTH: tl.constexpr, ACT: tl.constexpr):
+def prefetch_rows(w_ptr, start, N, K: tl.constexpr, BN: tl.constexpr, LENGTH: tl.constexpr, ACT: tl.constexpr):
     """The weights of a program that begin at column `start`; with ACT those of gate and up."""
     first = tl.program_id(0) * BN
-    _prefetch(w_ptr + start, first, N - 1, K, BN, LENGTH)
+    prefetch(w_ptr + start, first, N - 1, K, BN, LENGTH)
     if ACT != 0:
-        _prefetch(w_ptr + start, first + N, 2 * N - 1, K, BN, LENGTH)
+        prefetch(w_ptr + start, first + N, 2 * N - 1, K, BN, LENGTH)
 
 
 @triton.jit
@@ -49,7 +49,7 @@ def _chunk(ptr, row, column, K: tl.constexpr, EVEN: tl.constexpr, NOW: tl.conste
 
 
 @triton.jit
-def _residual(residual_ptr, n, t, T, N, stride):
+def residual_of(residual_ptr, n, t, T, N, stride):
     """float32 [BN, BT] of the residual [T, N] for outputs n and rows t; 0 if there is none."""
     if residual_ptr is not None:
         inside = (n < N)[:, None] & (t < T)[None, :]
@@ -59,7 +59,7 @@ def _residual(residual_ptr, n, t, T, N, stride):
 
 
 @triton.jit
-def _finish(total, up, residual, scale_ptr, out_ptr, n, t, T, N, ACT: tl.constexpr):
+def finish(total, up, residual, scale_ptr, out_ptr, n, t, T, N, ACT: tl.constexpr):
     """Scale, activation and residual of sums [BN, BT] for outputs n and rows t, and their way out."""
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     inside = (n < N)[:, None] & (t < T)[None, :]
@@ -72,6 +72,17 @@ def _finish(total, up, residual, scale_ptr, out_ptr, n, t, T, N, ACT: tl.constex
         total = gated(total.to(dtype), up.to(dtype), ACT).to(tl.float32)
     total += residual
     tl.store(out_ptr + t.to(tl.int64)[None, :] * N + n[:, None], total.to(dtype), mask=inside)
+
+
+@triton.jit
+def store_parts(total, up, part_ptr, split, n, t, T, N, ACT: tl.constexpr):
+    """Plain sums [BN, BT] of part `split` of K for outputs n and rows t, into part_ptr [SPLIT, T, N or 2N]."""
+    WIDTH = N * (2 if ACT != 0 else 1)
+    inside = (n < N)[:, None] & (t < T)[None, :]
+    at = part_ptr + (split.to(tl.int64) * T + t)[None, :] * WIDTH + n[:, None]
+    tl.store(at, total, mask=inside)
+    if ACT != 0:
+        tl.store(at + N, up, mask=inside)
 
 
 @triton.jit
@@ -165,11 +176,11 @@ def tile_kernel(
     if HOLD:
         weights, norms = _hold(w_ptr, norm_ptr, w_row, up_row, x_row, first, STEPS, K, EVEN, ACT)
     elif WARM:
-        _prefetch_rows(w_ptr, start, N, K, BN, STEPS * BK, ACT)
+        prefetch_rows(w_ptr, start, N, K, BN, STEPS * BK, ACT)
     if PDL:
         gdc_wait()
     if SPLIT == 1:
-        residual = _residual(residual_ptr, n, t, T, N, residual_stride)
+        residual = residual_of(residual_ptr, n, t, T, N, residual_stride)
     zeros = tl.zeros([BN, BT], tl.float32)
     sums = (zeros, zeros, tl.zeros([BT, BK], tl.float32))
     if HOLD:
@@ -182,22 +193,28 @@ def tile_kernel(
             rstd = tl.rsqrt(squares / K + eps)[None, :]
             total *= rstd
             up *= rstd
-        _finish(total, up, residual, scale_ptr, out_ptr, n, t, T, N, ACT)
+        finish(total, up, residual, scale_ptr, out_ptr, n, t, T, N, ACT)
     else:
-        WIDTH = N * (2 if ACT != 0 else 1)
-        inside = (n < N)[:, None] & (t < T)[None, :]
-        at = part_ptr + (split.to(tl.int64) * T + t)[None, :] * WIDTH + n[:, None]
-        tl.store(at, total, mask=inside)
-        if ACT != 0:
-            tl.store(at + N, up, mask=inside)
+        store_parts(total, up, part_ptr, split, n, t, T, N, ACT)
+
+
+@triton.jit
+def reciprocal_rms(x_ptr, eps, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """1 / sqrt(mean(x^2) + eps) of the K values at x_ptr."""
+    column = tl.arange(0, BLOCK_K)
+    x = tl.load(x_ptr + column, mask=column < K, other=0.0).to(tl.float32)
+    return tl.rsqrt(tl.sum(x * x, 0) / K + eps)
 
 
 @triton.jit(do_not_specialize=["T"])
 def sum_kernel(
-    part_ptr, x_ptr, norm_ptr, scale_ptr, residual_ptr, out_ptr, T, N, x_stride, residual_stride, eps,
+    part_ptr, x_ptr, scale_ptr, residual_ptr, out_ptr, T, N, x_stride, residual_stride, eps,
     K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr, ACT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Adds the parts of `tile_kernel` in their order and finishes them. Program (t, c): columns c * BLOCK onwards of row t."""
+    """Adds the parts of `tile_kernel` in their order and finishes them. Program (t, c): columns c * BLOCK onwards of row t.
+
+    x_ptr: None, or the product's input, by whose 1 / rms the sums are multiplied.
+    """
     if PDL:
         gdc_launch_dependents()
     t = tl.program_id(0).to(tl.int64)
@@ -207,7 +224,7 @@ def sum_kernel(
     if PDL:
         gdc_wait()
     rows = t + tl.arange(0, 1)
-    residual = _residual(residual_ptr, n, rows, T, N, residual_stride)
+    residual = residual_of(residual_ptr, n, rows, T, N, residual_stride)
     total = tl.zeros([BLOCK], tl.float32)
     up = tl.zeros([BLOCK], tl.float32)
     for s in tl.static_range(SPLIT):
@@ -215,10 +232,8 @@ def sum_kernel(
         total += tl.load(at, mask=inside, other=0.0)
         if ACT != 0:
             up += tl.load(at + N, mask=inside, other=0.0)
-    if norm_ptr is not None:
-        column = tl.arange(0, BLOCK_K)
-        x = tl.load(x_ptr + t * x_stride + column, mask=column < K, other=0.0).to(tl.float32)
-        rstd = tl.rsqrt(tl.sum(x * x, 0) / K + eps)
+    if x_ptr is not None:
+        rstd = reciprocal_rms(x_ptr + t * x_stride, eps, K, BLOCK_K)
         total *= rstd
         up *= rstd
-    _finish(total[:, None], up[:, None], residual, scale_ptr, out_ptr, n, rows, T, N, ACT)
+    finish(total[:, None], up[:, None], residual, scale_ptr, out_ptr, n, rows, T, N, ACT)

@@ -145,7 +145,9 @@ def edit_logits(
     """See `reference.edit_logits`: two launches, one if no row has biases or bans. One read of the logits, and of the counts of rows with
     penalties."""
     n, vocab = logits.shape
-    out = torch.empty(n, vocab, dtype=torch.float32, device=logits.device)
+    no_names = bias is None and stops is None and bad_words is None
+    dtype = logits.dtype if no_names and penalties is None else torch.float32
+    out = torch.empty(n, vocab, dtype=dtype, device=logits.device)
     if n == 0:
         return out
     if logits.stride(1) != 1:
@@ -154,7 +156,7 @@ def edit_logits(
     counts = (None,) * 5 if penalties is None else penalties
     head = (logits, out, logits.stride(0), vocab, rows)
     _edit_all[(n, triton.cdiv(vocab, BLOCK))](*head, *masks, *counts, BLOCK, num_warps=4, **pdl(logits))
-    if bias is None and stops is None and bad_words is None:
+    if no_names:
         return out
     _edit_named[(n,)](
         *head, known, prompt_len, token_ids, token_ids.stride(0), *masks,

@@ -18,12 +18,13 @@ TYPES = dict.fromkeys((*SEATS, *LISTS), "*i32") | dict.fromkeys(("repetition", "
 TYPES |= dict.fromkeys(("stride", "vocab", "longest", "words", "num_bias", "num_stops", "num_words"), "i32") | {"samples": "*i1"}
 
 
-def _build(kernel: Any, dtype: str, warps: int = 4, **constants: Any) -> Build:
-    return Build(kernel, {"logits": dtype, **TYPES}, {**constants, "PDL": True}, num_warps=warps, divisible=("stride", "vocab"))
+def _build(kernel: Any, dtype: str, warps: int = 4, out: str = "*fp32", **constants: Any) -> Build:
+    return Build(kernel, {"logits": dtype, **TYPES, "out": out}, {**constants, "PDL": True}, num_warps=warps, divisible=("stride", "vocab"))
 
 
 BUILDS: list[Build] = [
     *(_build(_edit_all, dtype, BLOCK=BLOCK) for dtype in ("*bf16", "*fp16", "*fp32")),
+    *(_build(_edit_all, dtype, out=dtype, BLOCK=BLOCK) for dtype in ("*bf16", "*fp16")),
     *(_build(_edit_named, dtype, 2, ENTRIES=ENTRIES, TOKENS=8) for dtype in ("*bf16", "*fp32")),
     _build(_count_tokens, "*bf16", BLOCK=COUNT_BLOCK),
 ]

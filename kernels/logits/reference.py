@@ -59,8 +59,9 @@ def edit_logits(
     bad_words: tuple[torch.Tensor, torch.Tensor] | None,
     penalties: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None,
 ) -> torch.Tensor:
-    """A float32 copy of the logits with each row's allow list, bias, bans and penalties applied, in this order. None: no row has any.
+    """A copy of the logits with each row's allow list, bias, bans and penalties applied, in this order. None: no row has any.
 
+    Float32, but in the logits' own type where allow lists are all that there is, since they change no number.
     logits: [N, V]. rows: [N] int32. known, prompt_len: [R] int32. token_ids: [R, L] int32.
     allowed: seats, [S + 1, ceil(V / 32)] int32 bitmasks; bit v % 32 of word v // 32 allows token v, others become -inf.
     bias: seats, [S + 1, 2 B] int32: B different ids, -1 for none, then the bits of B float32 numbers to add.
@@ -72,7 +73,8 @@ def edit_logits(
     off once for tokens of the output and `frequency` as often as they occur.
     """
     row, vocab = rows.long(), logits.shape[1]
-    x = logits.to(torch.float32, copy=True)
+    only_allowed = bias is None and stops is None and bad_words is None and penalties is None
+    x = logits.to(logits.dtype if only_allowed else torch.float32, copy=True)
     if allowed is not None:
         seat = allowed[0][row]
         bits = allowed[1][seat.long()].unsqueeze(2) >> torch.arange(BITS, device=x.device, dtype=torch.int32)

@@ -6,14 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 from modelrunner.kernels.builds import Build
-from modelrunner.kernels.logprobs.ranked import CHUNKS, LIST, SQUARE, TILE, WIDE, _rank, _survey, token_logprobs
-from modelrunner.kernels.sampling.scan import CHUNK, GROUP
+from modelrunner.kernels.logprobs.ranked import GROUPS, LIST, SQUARE, TILE, WIDE, _rank, _survey, token_logprobs
+from modelrunner.kernels.sampling.scan import GROUP
 
 OVERRIDES: dict[str, Callable[..., Any]] = {"token_logprobs": token_logprobs}
 
 TYPES = {
-    **dict.fromkeys(("stride", "vocab", "chunks", "width"), "i32"),
-    **dict.fromkeys(("peaks", "sums", "group_peaks", "values_out"), "*fp32"),
+    **dict.fromkeys(("stride", "vocab", "groups", "segments", "width"), "i32"),
+    **dict.fromkeys(("peaks", "sums", "values_out"), "*fp32"),
     **dict.fromkeys(("rows", "wanted", "before", "scratch", "ranks", "ids_out"), "*i32"),
     "chosen": "*i64",
 }
@@ -26,11 +26,11 @@ def _build(kernel: Any, dtype: str, warps: int, spill: int = 0, **constants: Any
 
 def _rank_build(dtype: str) -> Build:
     size = 4 if dtype == "*fp32" else 2
-    short = {"GROUPS": 2048, "TILE": TILE // size, "LIST": LIST, "SQUARE": SQUARE, "WIDE": WIDE, "WIDTH": 32}
-    return _build(_rank, dtype, 8, CHUNK=CHUNK, PLACES=256, GROUP=GROUP, **short)
+    short = {"TILE": TILE // size, "LIST": LIST, "SQUARE": SQUARE, "WIDE": WIDE, "WIDTH": 32}
+    return _build(_rank, dtype, 8, GROUP=GROUP, PLACES=2048, SEGMENTS=64, **short)
 
 
 BUILDS: list[Build] = [
-    *(_build(_survey, dtype, 4, CHUNK=CHUNK, GROUP=GROUP, CHUNKS=CHUNKS) for dtype in ("*bf16", "*fp16", "*fp32")),
+    *(_build(_survey, dtype, 4, GROUP=GROUP, GROUPS=GROUPS) for dtype in ("*bf16", "*fp16", "*fp32")),
     *(_rank_build(dtype) for dtype in ("*bf16", "*fp16", "*fp32")),
 ]

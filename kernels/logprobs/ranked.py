@@ -1,8 +1,8 @@
 """Log-probs in Triton: one read of the logits, then a program a line that puts its chunks together.
 
-The first kernel notes of every chunk of the vocabulary its peak, the sum of exp(logit - peak), and how many of its tokens come before the
-chosen one; and the peaks of small groups. The second adds these up, and finds the likeliest tokens among those groups whose peaks are good
-enough. Each of the tokens listed then counts those that come before it, which is its place.
+The first kernel notes of every small group of tokens its peak and the sum of exp(logit - peak), and how many tokens come before the chosen
+one. The second adds these up, and finds the likeliest tokens among those groups whose peaks are good enough. Each of the tokens listed then
+counts those that come before it, which is its place.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from modelrunner.kernels.logprobs.reference import Ranked
 from modelrunner.kernels.pdl import pdl
-from modelrunner.kernels.sampling.scan import CHUNK, GROUP, INF, peak_of
+from modelrunner.kernels.sampling.scan import GROUP, INF, peak_of
 from modelrunner.kernels.sampling.search import load_chunk, shortlist
 
-CHUNKS = 4  # a program looks at
-TILE = 64  # bytes: one logit each of the groups looked at at a time
+GROUPS = 32  # a program looks at
+TILE = 32  # bytes: one logit each of the groups looked at at a time
 LIST = 1024  # tokens on a line's short list, at most
 SQUARE = 64  # tokens of the list compared with as many others at a time
 WIDE = 2048
@@ -35,10 +35,10 @@ def key_of(x, ids):
 
 @triton.jit
 def _survey(
-    logits, stride, vocab, rows, wanted, chosen, peaks, sums, before, group_peaks, chunks,
-    CHUNK: tl.constexpr, GROUP: tl.constexpr, CHUNKS: tl.constexpr, PDL: tl.constexpr,
+    logits, stride, vocab, rows, wanted, chosen, peaks, sums, before, groups, segments,
+    GROUP: tl.constexpr, GROUPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (n, s): CHUNKS chunks of line n. peaks, sums, before: [n, chunks]; group_peaks: [n, chunks * CHUNK / GROUP]."""
+    """Program (n, s): GROUPS groups of line n. peaks, sums: [n, groups]; before: [n, segments]."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -46,22 +46,18 @@ def _survey(
     if tl.load(wanted + tl.load(rows + line)) >= 0:
         logits += line * stride
         token = tl.load(chosen + line).to(tl.int32)
-        own = key_of(tl.load(logits + token).to(tl.float32), token)
-        first = tl.program_id(1) * CHUNKS
-        ids = first * CHUNK + tl.arange(0, CHUNKS * CHUNK)
+        own = tl.load(logits + token).to(tl.float32)
+        first = tl.program_id(1) * GROUPS
+        ids = first * GROUP + tl.arange(0, GROUPS * GROUP)
         flat = tl.load(logits + ids, mask=ids < vocab, other=-INF).to(tl.float32)
-        x = tl.reshape(flat, [CHUNKS, CHUNK])
+        earlier = (flat > own) | ((flat == own) & (ids < token))
+        tl.store(before + line * segments + tl.program_id(1), tl.sum(earlier.to(tl.int32), 0))
+        x = tl.reshape(flat, [GROUPS, GROUP])
         peak = peak_of(x, 1)
         total = tl.sum(tl.exp(x - tl.where(peak == -INF, 0.0, peak)[:, None]), 1)
-        earlier = tl.sum(tl.reshape((key_of(flat, ids) > own) & (ids < vocab), [CHUNKS, CHUNK]).to(tl.int32), 1)
-        place = first + tl.arange(0, CHUNKS)
-        tl.store(peaks + line * chunks + place, peak, mask=place < chunks)
-        tl.store(sums + line * chunks + place, total, mask=place < chunks)
-        tl.store(before + line * chunks + place, earlier, mask=place < chunks)
-        group = first * (CHUNK // GROUP) + tl.arange(0, CHUNKS * CHUNK // GROUP)
-        groups = chunks * (CHUNK // GROUP)
-        most = tl.max(tl.reshape(flat, [CHUNKS * CHUNK // GROUP, GROUP]), 1)
-        tl.store(group_peaks + line * groups + group, most, mask=group < groups)
+        group = first + tl.arange(0, GROUPS)
+        tl.store(peaks + line * groups + group, peak, mask=group < groups)
+        tl.store(sums + line * groups + group, total, mask=group < groups)
 
 
 @triton.jit
@@ -116,11 +112,11 @@ def _place_masked(logits, vocab, done, wanted, ids_out, values_out, WIDE: tl.con
 
 @triton.jit
 def _rank(
-    logits, stride, vocab, rows, wanted, chosen, peaks, sums, before, group_peaks, chunks, scratch, ranks, ids_out, values_out, width,
-    CHUNK: tl.constexpr, PLACES: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, TILE: tl.constexpr, LIST: tl.constexpr,
+    logits, stride, vocab, rows, wanted, chosen, peaks, sums, before, groups, segments, scratch, ranks, ids_out, values_out, width,
+    GROUP: tl.constexpr, PLACES: tl.constexpr, SEGMENTS: tl.constexpr, TILE: tl.constexpr, LIST: tl.constexpr,
     SQUARE: tl.constexpr, WIDE: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program n: line n. ids_out, values_out: [n, width], WIDTH of them at most. scratch: [n, GROUPS + LIST] int32."""
+    """Program n: line n. ids_out, values_out: [n, width], WIDTH of them at most. scratch: [n, PLACES + LIST] int32."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -137,26 +133,26 @@ def _rank(
     else:
         logits += line * stride
         part = tl.arange(0, PLACES)
-        inside = part < chunks
-        peak = tl.load(peaks + line * chunks + part, mask=inside, other=-INF)
+        inside = part < groups
+        peak = tl.load(peaks + line * groups + part, mask=inside, other=-INF)
         best = peak_of(peak, 0)
         base = tl.where(best == -INF, 0.0, best)
-        total = tl.sum(tl.load(sums + line * chunks + part, mask=inside, other=0.0) * tl.exp(peak - base), 0)
+        total = tl.sum(tl.load(sums + line * groups + part, mask=inside, other=0.0) * tl.exp(peak - base), 0)
         scale = tl.log(tl.where(total == 0.0, 1.0, total))
         token = tl.load(chosen + line).to(tl.int32)
-        tl.store(ranks + line, 1 + tl.sum(tl.load(before + line * chunks + part, mask=inside, other=0), 0))
+        segment = tl.arange(0, SEGMENTS)
+        tl.store(ranks + line, 1 + tl.sum(tl.load(before + line * segments + segment, mask=segment < segments, other=0), 0))
         tl.store(ids_out, token)
         tl.store(values_out, tl.load(logits + token).to(tl.float32) - base - scale)
         if asked > 0:
-            own = scratch + line * (GROUPS + LIST)
-            groups = chunks * (CHUNK // GROUP)
+            own = scratch + line * (PLACES + LIST)
             count = 0
             if best > -INF:
-                count, _ = shortlist(logits, vocab, group_peaks + line * groups, groups, own, best, 1.0, asked, GROUP, GROUPS, TILE, LIST)
+                count, _ = shortlist(logits, vocab, peaks + line * groups, groups, own, best, 1.0, asked, GROUP, PLACES, TILE, LIST)
             if count > LIST:
                 _place_one_by_one(logits, vocab, asked, base, scale, ids_out + 1, values_out + 1, WIDE)
             else:
-                _place_listed(logits, own + GROUPS, count, asked, base, scale, ids_out + 1, values_out + 1, SQUARE)
+                _place_listed(logits, own + PLACES, count, asked, base, scale, ids_out + 1, values_out + 1, SQUARE)
                 _place_masked(logits, vocab, count, asked, ids_out + 1, values_out + 1, WIDE)
 
 
@@ -165,20 +161,19 @@ def token_logprobs(logits: torch.Tensor, chosen: torch.Tensor, rows: torch.Tenso
     n, vocab = logits.shape
     if logits.stride(1) != 1:
         logits = logits.contiguous()
-    device, chunks, width = logits.device, triton.cdiv(vocab, CHUNK), 1 + num_top
+    device, width, groups = logits.device, 1 + num_top, triton.cdiv(vocab, GROUP)
+    segments, places = triton.cdiv(groups, GROUPS), places_of(groups)
     ranks = torch.empty(n, dtype=torch.int32, device=device)
     ids = torch.empty(n, width, dtype=torch.int32, device=device)
     values = torch.empty(n, width, device=device)
     if n == 0:
         return ranks, ids, values
-    found = torch.empty(2, n, chunks, device=device)
-    before = torch.empty(n, chunks, dtype=torch.int32, device=device)
-    group_peaks = torch.empty(n, chunks * (CHUNK // GROUP), device=device)
-    groups = places_of(chunks * (CHUNK // GROUP))
-    scratch = torch.empty(n, groups + LIST, dtype=torch.int32, device=device)
-    head = (logits, logits.stride(0), vocab, rows, wanted, chosen, found[0], found[1], before, group_peaks, chunks)
-    _survey[(n, triton.cdiv(chunks, CHUNKS))](*head, CHUNK, GROUP, CHUNKS, num_warps=4, **pdl(logits))
-    constants = (CHUNK, places_of(chunks), GROUP, groups, TILE // logits.element_size(), LIST, SQUARE, min(WIDE, places_of(vocab)))
+    peaks, sums = torch.empty(2, n, groups, device=device)
+    before = torch.empty(n, segments, dtype=torch.int32, device=device)
+    scratch = torch.empty(n, places + LIST, dtype=torch.int32, device=device)
+    head = (logits, logits.stride(0), vocab, rows, wanted, chosen, peaks, sums, before, groups, segments)
+    _survey[(n, segments)](*head, GROUP, GROUPS, num_warps=4, **pdl(logits))
+    constants = (GROUP, places, places_of(segments), TILE // logits.element_size(), LIST, SQUARE, min(WIDE, places_of(vocab)))
     _rank[(n,)](*head, scratch, ranks, ids, values, width, *constants, places_of(width), num_warps=8, **pdl(logits))
     return ranks, ids, values
 

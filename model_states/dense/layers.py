@@ -56,7 +56,8 @@ class DenseModel(nn.Module):
 
     def forward(self, hidden: torch.Tensor, positions: torch.Tensor, attention: Mapping[str, BoundAttention], tap: Tap) -> torch.Tensor:
         """hidden: [T, H] embeddings. Returns [T, H], normalised."""
-        cos_sin = self.cos_sin.index_select(0, positions)
+        cos_sin = self.cos_sin.new_empty((positions.shape[0], self.cos_sin.shape[1]))
+        self.embed.ops.embedding(positions, self.cos_sin, cos_sin)
         total = tap("layer.0", hidden)
         for index, layer in enumerate(self.stack):
             total = layer.attention.residual(total, layer.attention_norm, cos_sin, attention)

@@ -109,6 +109,14 @@ class Report:
             return
         for group in groups:
             yield from self.ask("attention_backend", group=group, device=device, settings=settings)[1]
+        yield from self.optional("grammar_backend", settings=settings)
+
+    def optional(self, hook: str, **arguments: Any) -> list[str]:
+        """Lines about a question that needs no winner, unless one is pinned."""
+        choice, lines = self.ask(hook, **arguments)
+        if choice is None and self.settings.pin.of(hook) is None:
+            self.unanswered.remove(hook)
+        return lines
 
     def ask(self, hook: str, *, setting: str = "", **arguments: Any) -> tuple[Choice[Any] | None, list[str]]:
         """The winner, if any, and lines about the question. setting: one that may name an offer too, as in `assemble.Chooser`."""

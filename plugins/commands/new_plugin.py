@@ -21,6 +21,7 @@ from modelrunner.plugin_manager import PluginManager
 
 KINDS: Mapping[str, str] = {
     "model-state": "A model family for modelrunner.",
+    "logits-processor": "A logits processor for modelrunner: the newest tokens of a request become less likely.",
     "observer": "An observer of modelrunner's steps and requests.",
     "tap": "Taps for modelrunner: a layer's hidden states, read and changed.",
 }
@@ -86,6 +87,7 @@ def words_for(name: str, kind: str, manager: PluginManager, architecture: str = 
         "architecture_line": f"{MUST_EQUAL}." if architecture else f"That name is a guess. {MUST_EQUAL}.",
         "about": KINDS[kind],
         "api": f">={major},<{major + 1}",
+        "api_now": f">={API_VERSION},<{major + 1}",
     }
 
 

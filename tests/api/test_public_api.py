@@ -34,15 +34,21 @@ PUBLIC = {
     "ops": ["Register", "Ops", "Tolerance"],
     "device": ["Device", "Event", "PinnedBuffer"],
     "taps": ["Tap", "Result", "ModelInfo"],
+    "logits_processors": ["LogitsProcessor", "RegisterProcessor"],
     "observers": ["Observer", "StepReport", "RequestStart", "RequestFinish"],
     "checkpoint": ["CheckpointReader", "ModelCard"],
     "text": ["Tokenizer"],
+    "grammar": ["GrammarBackend", "Grammar", "Matcher", "Vocabulary"],
+    "structured_outputs": ["StructuredOutputsParams"],
     "cli": ["Command"],
     "request": ["SamplingParams", "RequestOutput", "CompletionOutput"],
     "logprobs": ["Logprob"],
     "llm": ["LLM"],
+    "beam_search": ["BeamSearchParams", "BeamSearchSequence", "BeamSearchOutput"],
     "async_llm": ["AsyncLLM"],
-    "testing.conformance": ["KernelConformance", "LinearSchemeConformance", "DeviceConformance", "transformers_checkpoint"],
+    "testing.conformance": [
+        *["KernelConformance", "LinearSchemeConformance", "DeviceConformance", "LogitsProcessorConformance", "transformers_checkpoint"],
+    ],
     "testing.conformance.case": ["StateCase"],
 }
 

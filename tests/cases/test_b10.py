@@ -7,6 +7,9 @@ from itertools import combinations
 
 import torch
 
+from modelrunner import SamplingParams
+from modelrunner.testing import Driver, EngineProbe, P, constant, scripted
+
 EQUAL_IDS, VOCAB, TOKENS = 300, 331, 8
 
 
@@ -58,3 +61,34 @@ def test_tokens_are_uniform_over_seeds(sample: Sample) -> None:
     counts = torch.bincount(tokens, minlength=VOCAB).double()
     assert counts[EQUAL_IDS:].sum() == 0
     assert ((counts[:EQUAL_IDS] - n / EQUAL_IDS) ** 2 / (n / EQUAL_IDS)).sum().item() < 395.0  # 299 degrees of freedom: 1e-4 at 394.9
+
+
+EQUAL = torch.full((VOCAB,), -1e4)
+EQUAL[:EQUAL_IDS] = 0.0
+FREE = SamplingParams(temperature=1.0, max_tokens=TOKENS, ignore_eos=True)
+
+
+def test_requests_without_a_seed_and_choices_are_independent(device: str) -> None:
+    """Thirty requests one after the other, and sixteen choices of one; a seed repeats all sixteen, in their order."""
+    driver = Driver(scripted(constant(EQUAL), "equal").engine(device=device, rows=16))
+    for i in range(30):
+        driver.add(f"r{i}", P(12, 1), FREE)
+        driver.finish()
+    for name, params in (("free", FREE), ("one", FREE.model_copy(update={"seed": 5})), ("two", FREE.model_copy(update={"seed": 5}))):
+        driver.add(name, P(12, 1), params.model_copy(update={"n": 16}))
+        driver.finish()
+    single = [tuple(driver.result(f"r{i}").token_ids) for i in range(30)]
+    free, one, two = ([tuple(choice.token_ids) for choice in driver.final(name).outputs] for name in ("free", "one", "two"))
+    assert [len(set(group)) for group in (single, free, one)] == [30, 16, 16]
+    assert one == two
+    assert [choice.text for choice in driver.final("one").outputs] == [choice.text for choice in driver.final("two").outputs]
+    EngineProbe(driver).assert_clean()
+
+
+def test_first_tokens_of_choices_are_uniform() -> None:
+    """Chi-square over 300 equal ids in 30 bins of ten, at the 1e-4 level."""
+    driver = Driver(scripted(constant(EQUAL), "equal").engine(rows=64))
+    driver.add("many", P(12, 1), FREE.model_copy(update={"n": 600, "max_tokens": 1}))
+    driver.finish()
+    counts = torch.bincount(torch.tensor([choice.token_ids[0] // 10 for choice in driver.final("many").outputs]), minlength=30).double()
+    assert ((counts - 20) ** 2 / 20).sum().item() < 66.2  # 29 degrees of freedom: 1e-4 at 66.15

@@ -14,7 +14,7 @@ from modelrunner.testing import Driver, EngineProbe, P, dense
 BAD: list[tuple[str, Any]] = [
     ("temperature", math.nan), ("temperature", math.inf), ("temperature", -0.1), ("top_p", -0.1), ("top_p", 1.5), ("top_p", math.nan),
     ("min_p", -1), ("min_p", math.nan), ("seed", 2**63), ("seed", -(2**63) - 1), ("seed", 10**20), ("seed", "7x"), ("max_tokens", -1),
-    ("repetition_penalty", 0), ("repetition_penalty", math.nan),
+    ("repetition_penalty", 0), ("repetition_penalty", math.nan), ("n", 0), ("n", -1), ("n", 1.5), ("n", 10**20),
 ]  # fmt: skip
 
 

@@ -27,6 +27,21 @@ def test_a_request_too_large_for_the_pool_is_refused(prompt: list[int], max_toke
     EngineProbe(driver).assert_clean()
 
 
+def test_choices_that_fit_are_served() -> None:
+    """Each needs four pages, of which they share three."""
+    subject = dense()
+    params = SamplingParams(n=4, temperature=1.0, seed=3, max_tokens=4, ignore_eos=True)
+    driver = Driver(subject.engine(pages=12))
+    driver.add("four", P(60, 5), params)
+    driver.add("small", P(10, 4), greedy(8))
+    driver.finish()
+    assert [(len(choice.token_ids), choice.finish_reason) for choice in driver.final("four").outputs] == [(4, "length")] * 4
+    assert_same(subject, P(10, 4), greedy(8), driver.result("small"))
+    with pytest.raises(RequestError, match="needs cache for 204 tokens"):
+        driver.add("large", P(200, 1), params)
+    EngineProbe(driver).assert_clean()
+
+
 def test_the_largest_request_that_fits_is_served() -> None:
     subject = dense()
     driver = Driver(subject.engine(pages=12, tokens=64))

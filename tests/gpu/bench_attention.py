@@ -48,6 +48,9 @@ PREFILL = {
     "8192+8192": [(8192, 8192)],
     "2048+0": [(0, 2048)],
     "2048+6144": [(6144, 2048)],
+    "448+6144": [(6144, 448)],
+    "448+0": [(0, 448)],
+    "960+6144": [(6144, 960)],
     "16x1024": [(0, 1024)] * 16,
     "512x32": [(0, 32)] * 512,
 }
@@ -98,14 +101,16 @@ def make_step(
     window: int | None = None,
     heads: tuple[int, int, int] = (HEADS, KV_HEADS, DIM),
     dtype: torch.dtype = DTYPE,
+    kept: torch.dtype | None = None,
 ) -> Step:
-    """Pages in random order over an arena of all layers."""
+    """Pages in random order over an arena of all layers. kept: type of the cache, if another."""
     lengths = torch.tensor([done + query for done, query in rows])
     query_len = torch.tensor([query for _, query in rows])
     pages = -(-lengths // PAGE)
     num_pages = int(pages.sum()) + 1
     arena = torch.randn(num_pages, layers, PAGE, 2, heads[1], heads[2], dtype=dtype, device=DEVICE)
     arena[0] = 0
+    arena = arena.to(kept or dtype)
     table = torch.zeros(len(rows), int(pages.max()), dtype=torch.int32)
     order = (torch.randperm(num_pages - 1) + 1).to(torch.int32)
     end = pages.cumsum(0)

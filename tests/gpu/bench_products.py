@@ -15,8 +15,7 @@ import statistics
 import sys
 import time
 import types
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -31,103 +30,19 @@ except ImportError:  # not installed: the kernels need nothing but their own fol
     sys.modules["modelrunner.kernels"] = kernels = types.ModuleType("modelrunner.kernels")
     kernels.__path__ = [str(Path(__file__).parents[2] / "kernels")]
 
+sys.path.insert(0, str(Path(__file__).parent))
+
 import torch  # noqa: E402
+from product_tiles import MODELS, Config, Model, Product, candidates, default, heads, short, together, variants  # noqa: E402
 
 from modelrunner.kernels.activation.gated import silu_mul  # noqa: E402
 from modelrunner.kernels.linear.launch import Extras, run  # noqa: E402
-from modelrunner.kernels.linear.plan import Gemv, Tiles, plan  # noqa: E402
+from modelrunner.kernels.linear.plan import Gemv  # noqa: E402
 from modelrunner.kernels.norm.rows import rms_norm  # noqa: E402
 
 DTYPE = torch.float32 if DRY else torch.bfloat16
 DEVICE = torch.device("cpu" if DRY else "cuda")
-BYTES_PER_US = 4.29e6
 EPS = 1e-6
-Config = Gemv | Tiles | None
-
-
-@dataclass(frozen=True)
-class Product:
-    """kind: plain, norm, add or gated. outputs: of gate and up each."""
-
-    name: str
-    kind: str
-    outputs: int
-    inner: int
-
-    @property
-    def weight_shape(self) -> tuple[int, int]:
-        return (self.outputs * (2 if self.kind == "gated" else 1), self.inner)
-
-    @property
-    def floor(self) -> float:
-        return 2 * self.weight_shape[0] * self.inner / BYTES_PER_US
-
-
-@dataclass(frozen=True)
-class Model:
-    name: str
-    layers: int  # that are timed
-    scale: float  # all layers over these
-    products: tuple[Product, ...]  # qkv, o, gate_up, down, head
-
-
-def model(name: str, layers: int, scale: float, hidden: int, heads: int, qkv: int, inner: int, vocab: int) -> Model:
-    layer = (("qkv", "norm", qkv, hidden), ("o", "add", hidden, heads), ("gate_up", "gated", inner, hidden), ("down", "add", hidden, inner))
-    return Model(name, layers, scale, tuple(Product(*shape) for shape in (*layer, ("head", "plain", vocab, hidden))))
-
-
-MODELS = {
-    "0.6b": model("0.6b", 28, 1, 1024, 2048, 4096, 3072, 151936),
-    "8b": model("8b", 8, 36 / 8, 4096, 4096, 6144, 12288, 151936),
-    "dry": model("dry", 2, 1, 64, 64, 96, 96, 128),
-}
-# bn, bk, warps
-GEMVS = [(bn, bk, warps) for bk, warps in ((256, 1), (512, 1), (512, 2), (1024, 2), (1024, 4), (2048, 4)) for bn in (1, 2, 4, 8)]
-# bn, bk, warps, stages (1: all weights held), fewest rows
-TILES = [
-    (64, 128, 4, 1, 1), (64, 256, 4, 1, 1), (128, 128, 8, 1, 1), (64, 128, 4, 3, 33), (64, 64, 4, 6, 33), (128, 64, 8, 4, 65),
-    (32, 128, 4, 4, 65),
-]  # fmt: skip
-SPLITS = (1, 2, 4, 6, 8, 12)
-
-
-def fits(config: Tiles, product: Product, rows: int) -> bool:
-    """In shared memory and registers, with neither too few nor too many programs."""
-    parts, norm = (2 if product.kind == "gated" else 1), product.kind in ("norm", "gated")
-    programs = product.outputs // config.bn * config.split * -(-rows // config.bt)
-    if product.inner % (config.bk * config.split) or not 60 <= programs <= 300:
-        return False
-    length = product.inner // config.split
-    if config.stages == 1:
-        held = 2 * config.bn * parts * length
-        return length // config.bk <= 8 and held <= 132_000 and 2 * (config.bn * parts + config.bt) * length < 200_000
-    return length >= 2 * config.bk and 2 * config.stages * config.bk * (config.bn * parts + config.bt * (1 + norm)) <= 200_000
-
-
-def candidates(product: Product, rows: int) -> Iterator[Gemv | Tiles]:
-    """Configurations worth a try."""
-    if rows <= 4:
-        for bn, bk, warps in GEMVS:
-            registers = product.weight_shape[0] // product.outputs * bn * product.inner / (warps * 64)
-            if bk <= product.inner and 24 <= registers <= 128 and 128 <= product.outputs // bn <= 1100:
-                yield Gemv(bn, bk, warps)
-        return
-    for bt in {min(top, max(16, 1 << (rows - 1).bit_length())) for top in (32, 64)}:
-        for bn, bk, warps, stages, least in TILES:
-            tiles = [Tiles(bt, bn, bk, split, warps, stages) for split in SPLITS if rows >= least]
-            yield from (config for config in tiles if fits(config, product, rows))
-
-
-def variants(config: Config, product: Product) -> list[Gemv | Tiles]:
-    """Of the best: the norm apart, no early fetch."""
-    if not isinstance(config, Tiles):
-        return []
-    apart = [replace(config, fused_norm=False)] if product.kind in ("norm", "gated") else []
-    return [*apart, *([replace(config, warm=not config.warm)] if config.stages > 1 else [])]
-
-
-def default(product: Product, rows: int) -> Config:
-    return plan(rows, product.outputs, product.inner, 16, product.kind == "gated", product.kind in ("norm", "gated"), False)
 
 
 class Layer:
@@ -219,21 +134,19 @@ class Bench:
 
     def chain(self, rows: int, configs: dict[str, Config]) -> tuple[float, torch.Tensor]:
         """(microseconds of all layers of the model, without head and attention; the last hidden state)."""
-        qkv, o, gate_up, down = self.model.products[:4]
         torch.manual_seed(rows)
-        start = torch.randn(rows, qkv.inner, device=DEVICE).to(DTYPE)
+        start = torch.randn(rows, self.model.products[0].inner, device=DEVICE).to(DTYPE)
         result = torch.full_like(start, float("nan"))
+        return time_graph(lambda: result.copy_(self.run(start, configs))) * self.model.scale, result.double()
 
-        def work() -> None:
-            hidden = start
-            for layer in self.layers:
-                heads = multiply(qkv, layer, hidden, hidden, configs["qkv"])[:, : o.inner]
-                hidden = multiply(o, layer, heads, hidden, configs["o"])
-                inner = multiply(gate_up, layer, hidden, hidden, configs["gate_up"])
-                hidden = multiply(down, layer, inner, hidden, configs["down"])
-            result.copy_(hidden)
-
-        return time_graph(work) * self.model.scale, result.double()
+    def run(self, hidden: torch.Tensor, configs: dict[str, Config]) -> torch.Tensor:
+        qkv, o, gate_up, down = self.model.products[:4]
+        for layer in self.layers:
+            heads = multiply(qkv, layer, hidden, hidden, configs["qkv"])[:, : o.inner]
+            hidden = multiply(o, layer, heads, hidden, configs["o"])
+            inner = multiply(gate_up, layer, hidden, hidden, configs["gate_up"])
+            hidden = multiply(down, layer, inner, hidden, configs["down"])
+        return hidden
 
 
 @cache
@@ -243,32 +156,24 @@ def _tensors(name: str, product: str) -> tuple[Product, Layer]:
     return p, layer
 
 
-def compile_one(job: tuple[str, str, int, Gemv | Tiles]) -> None:
+def compile_one(job: tuple[str, str, int, Config]) -> None:
     """Puts the kernels of a job into the compiler's cache."""
     name, product, rows, config = job
     p, layer = _tensors(name, product)
     x = torch.randn(rows, p.inner + 64, device=DEVICE).to(DTYPE)[:, 64:]
+    residual = torch.randn(rows, p.outputs, device=DEVICE).to(DTYPE)
     try:
-        multiply(p, layer, x, torch.randn(rows, p.outputs, device=DEVICE).to(DTYPE), config)
+        multiply(p, layer, x, residual, config)
         torch.cuda.synchronize()
     except Exception as error:
         print(f"does not run: {name} {product} rows {rows} {short(config)}: {type(error).__name__}: {str(error)[:160]}", flush=True)
 
 
-def compile_all(jobs: list[tuple[str, str, int, Gemv | Tiles]], processes: int) -> None:
+def compile_all(jobs: list[tuple[str, str, int, Config]], processes: int) -> None:
     jobs = sorted(jobs, key=lambda j: j[:2])
     share = -(-len(jobs) // processes)
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
         pool.map(compile_one, jobs, chunksize=max(1, share // 3))
-
-
-def short(config: Config) -> str:
-    if config is None:
-        return "cuBLAS"
-    if isinstance(config, Gemv):
-        return f"gemv {config.bn}x{config.bk} w{config.warps}"
-    marks = ("" if config.fused_norm else " norm apart") + ("" if config.warm else " cold")
-    return f"tile {config.bn}x{config.bk}/{config.split} t{config.bt} w{config.warps} s{config.stages}{marks}"
 
 
 Found = dict[Config, float]  # microseconds
@@ -320,18 +225,27 @@ def report(bench: Bench, rows: int, best: dict[str, Config], found: dict[str, Fo
     products, name = bench.model.products[:4], bench.model.name
     records: list[dict[str, object]] = []
     none: dict[str, Config] = dict.fromkeys(best)
+    if rows > 4 and bench.model.name == "8b":
+        alike = {title: bench.chain(rows, dict(configs))[0] for title, configs in together(products, rows)}
+        print(f"{name} {rows:4} alike: {', '.join(f'{title} {us:.0f}' for title, us in alike.items())}", flush=True)
     shipped = {p.name: default(p, rows) for p in products}
-    (library, want), (ours, got), (swept, other) = (bench.chain(rows, c) for c in (none, shipped, best))
-    far = max(((out - want).norm() / want.norm()).item() for out in (got, other))
+    chains = {"cuBLAS": none, "default": shipped, "best": best}
+    outs, times = [], []
+    for title, configs in chains.items():
+        time_of, out = bench.chain(rows, configs)
+        outs.append(out)
+        times.append(f"{title} {time_of:.0f}")
+    far = max(((out - outs[0]).norm() / outs[0].norm()).item() for out in outs[1:])
     floor = sum(p.floor for p in products) * bench.model.layers * bench.model.scale
-    times = f"floor {floor:.0f}, cuBLAS {library:.0f}, default {ours:.0f}, best {swept:.0f}"
-    print(f"{name} {rows:4} chain: {times}; relative difference {far:.1e}{'' if far < 3e-2 else ' WRONG'}", flush=True)
+    print(f"{name} {rows:4} chain: floor {floor:.0f}, {', '.join(times)}; difference {far:.1e}{'' if far < 3e-2 else ' WRONG'}", flush=True)
+    alone = (f"{p.name} {p.floor:.1f} {bench.time(p, rows, None):.1f} {bench.time(p, rows, best[p.name]):.1f}" for p in products)
+    print(f"{name} {rows:4} alone, floor, cuBLAS, best: {', '.join(alone)}", flush=True)
     for p in products:
         seen = sorted(found.get(p.name, {}).items(), key=lambda pair: pair[1])
         listed = " | ".join(f"{t:.0f} {short(c)}" for c, t in seen[:6])
         print(f"{name} {rows:4} {p.name:8} default {short(shipped[p.name])} | {listed}", flush=True)
         records += [{"model": name, "rows": rows, "product": p.name, "us": t, "config": short(c)} for c, t in seen]
-    records.append({"model": name, "rows": rows, "product": "chain", "us": [library, ours, swept]})
+    records.append({"model": name, "rows": rows, "product": "chain", "us": times})
     return records
 
 
@@ -343,9 +257,15 @@ def sweep(bench: Bench, many: list[int], options: argparse.Namespace, end: float
         rows: {p.name: list(dict.fromkeys([default(p, rows), *(candidates(p, rows) if rows in swept else ())])) for p in products}
         for rows in many
     }
+    for rows in many:
+        todo[rows]["head"] = heads(rows)
+        if rows > 4 and name == "8b":
+            for _, alike in together(products, rows):
+                for product, config in alike.items():
+                    todo[rows].setdefault(f"{product} alike", []).append(config)
     # A tile kernel is compiled once for all numbers of rows, a GEMV for each.
-    jobs = {
-        (product, c, rows if isinstance(c, Gemv) else 0): (name, product, rows, c)
+    jobs: dict[object, tuple[str, str, int, Config]] = {
+        (product.split()[0], c, rows if isinstance(c, Gemv) else 0): (name, product.split()[0], rows, c)
         for rows, configs in todo.items()
         for product, those in configs.items()
         for c in those
@@ -361,6 +281,14 @@ def sweep(bench: Bench, many: list[int], options: argparse.Namespace, end: float
         best, found = descend(bench, rows, configs, share) if rows in swept else ({p.name: default(p, rows) for p in products}, {})
         records += report(bench, rows, best, found)
     return records
+
+
+def report_head(bench: Bench, rows: int) -> None:
+    """Prints the time of the head by the vendor's library, and by what ships and what may be faster."""
+    head = bench.model.products[4]
+    configs = right(bench, head, rows, [None, default(head, rows), *heads(rows)])
+    times = " | ".join(f"{bench.time(head, rows, config):.1f} {short(config)}" for config in configs)
+    print(f"{bench.model.name} {rows:4} head: floor {head.floor:.1f} | {times}", flush=True)
 
 
 def main() -> None:
@@ -383,9 +311,7 @@ def main() -> None:
             bench = Bench(MODELS[name])
             records += sweep(bench, many, options, time.time() + options.seconds)
             for rows in many:
-                head, config = bench.model.products[4], default(bench.model.products[4], rows)
-                if right(bench, head, rows, [config]):
-                    print(f"{name} {rows:4} head: floor {head.floor:.1f}, {short(config)} {bench.time(head, rows, config):.1f}", flush=True)
+                report_head(bench, rows)
     if folder := os.environ.get("OUT"):
         (Path(folder) / "products.json").write_text(json.dumps(records))
     print(f"{time.time() - begun:.0f} s")

@@ -1,7 +1,8 @@
-"""Checks and times the kernels for sampling and log-probs on a GPU: `python tests/gpu/bench_sampling.py [--dry] [--logprobs]`.
+"""Checks and times the kernels for sampling and log-probs on a GPU: `python tests/gpu/bench_sampling.py [--dry] [--logprobs] [--masks]`.
 
 Times are of CUDA graphs with several copies of the operation over different logits, in microseconds a call; GB/s: one read of the logits
-over that time. --dry: in Triton's interpreter, with small sizes and no times. --logprobs: log-probs alone.
+over that time. --dry: in Triton's interpreter, with small sizes and no times. --logprobs: log-probs alone. --masks:
+masks of structured output alone.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ if DRY:
 
 import torch  # noqa: E402
 
+from modelrunner.kernels.logits import gpu as logits_gpu  # noqa: E402
+from modelrunner.kernels.logits import reference as logits_reference  # noqa: E402
 from modelrunner.kernels.logprobs import gpu as logprobs_gpu  # noqa: E402
 from modelrunner.kernels.logprobs import reference as logprobs_reference  # noqa: E402
 from modelrunner.kernels.sampling import gpu, reference, scan  # noqa: E402
@@ -142,6 +145,33 @@ def scan_of(n: int, noise: bool, shape: tuple[int, int, int]) -> Callable[[int],
     return lambda i: scan._launch(given[i % 2], inputs, found, shape)
 
 
+def masked_of(n: int, share: float) -> tuple[Any, ...]:
+    """Arguments of `edit_logits` behind the logits: masks in the seats of a share of the rows, each of its own."""
+    rows = torch.arange(n, dtype=torch.int32, device=DEVICE)
+    seats = torch.where(torch.arange(n, device=DEVICE) < share * n, rows, -1)
+    masks = torch.randint(-(2**31), 2**31 - 1, (n + 1, -(-VOCAB // 32)), dtype=torch.int64, device=DEVICE).to(torch.int32)
+    known = torch.ones(n, dtype=torch.int32, device=DEVICE)
+    return rows, known, known, known.unsqueeze(1), (seats, masks), None, None, None, None
+
+
+def masks() -> None:
+    """Masks of structured output: what laying them on costs, beside the scan, which reads the logits once."""
+    edit = logits_gpu.OVERRIDES["edit_logits"]
+    for n in ROWS[:3] if DRY else (1, 32, 256):
+        for share in (1.0, 0.1):
+            given, arguments = [logits_of(n, "flat") for _ in range(2)], masked_of(n, share)
+            assert torch.equal(edit(given[0], *arguments), logits_reference.edit_logits(given[0], *arguments)), (n, share)
+            if DRY:
+                continue
+            copies = 20 if n <= 32 else 5
+            mask = microseconds(lambda i, given=given, more=arguments: edit(given[i % 2], *more), copies)
+            read = microseconds(scan_of(n, False, (2, 1, 4)), copies)
+            whole = microseconds(lambda i, given=given, more=arguments: greedy(edit(given[i % 2], *more)), copies)
+            plain = microseconds(lambda i, given=given: greedy(given[i % 2]), copies)
+            ratio = f"{mask / read:.2f} reads of the logits ({read:.1f} us)"
+            print(f"masks on {share:.0%} of {n} rows: {mask:.1f} us, {ratio}; greedy {plain:.1f} us, with masks {whole:.1f} us", flush=True)
+
+
 def asks(n: int, top: int) -> tuple[torch.Tensor, ...]:
     """Arguments of `token_logprobs` behind the logits: every row wants `top`."""
     rows = torch.arange(n, dtype=torch.int32, device=DEVICE)
@@ -176,9 +206,12 @@ def logprobs() -> None:
 def main() -> None:
     argparse.ArgumentParser(description=__doc__).parse_known_args()
     torch.manual_seed(0)
+    if "--masks" in sys.argv:
+        return masks()
     logprobs()
     if "--logprobs" in sys.argv:
         return
+    masks()
     lines, rows = [], 0
     for n in ROWS[:5]:
         for shape in SHAPES:

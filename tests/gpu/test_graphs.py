@@ -19,6 +19,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=0.8, seed=3, max_tokens=40, ignore_eos=True)
 FILTERED = SamplingParams(temperature=0.8, top_k=30, top_p=0.9, seed=4, max_tokens=40, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, output_kind=OutputKind.FINAL_ONLY)
+TYPES = [("bfloat16", "auto"), ("float16", "auto"), ("float32", "auto"), ("bfloat16", "fp8")]  # of the model and of its cache
 WAITS = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaMalloc", "cudaFree", "cudaHostAlloc", "cuModuleLoad", "cudaMemcpy")
 
 
@@ -38,25 +39,25 @@ def tokens(driver: Driver, params: SamplingParams) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED, FILTERED], ids=["greedy", "sampled", "filtered"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_a_graph_is_its_eager_step_and_depth_changes_nothing(dtype: str, params: SamplingParams) -> None:
+@pytest.mark.parametrize(("dtype", "kept"), TYPES)
+def test_a_graph_is_its_eager_step_and_depth_changes_nothing(dtype: str, kept: str, params: SamplingParams) -> None:
     """On the same padded buckets, bit for bit."""
-    graphs = start(dtype, depth=2)
+    graphs = start(dtype, depth=2, cache_dtype=kept)
     assert "captured" in graphs.engine.assembly.resolved.graphs
-    want = tokens(start(dtype, eager=True, depth=1), params)
+    want = tokens(start(dtype, eager=True, depth=1, cache_dtype=kept), params)
     assert tokens(graphs, params) == want
-    assert tokens(start(dtype, depth=3), params) == want
+    assert tokens(start(dtype, depth=3, cache_dtype=kept), params) == want
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED, FILTERED], ids=["greedy", "sampled", "filtered"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_a_mixed_graph_is_its_eager_step(dtype: str, params: SamplingParams) -> None:
+@pytest.mark.parametrize(("dtype", "kept"), TYPES)
+def test_a_mixed_graph_is_its_eager_step(dtype: str, kept: str, params: SamplingParams) -> None:
     """Prompts in chunks beside rows that decode: body and tail as graphs give the bits of the eager step, at every depth."""
-    graphs = start(dtype, depth=2, tokens=48)
+    graphs = start(dtype, depth=2, tokens=48, cache_dtype=kept)
     runs = count_runs(graphs)
-    want = tokens(start(dtype, eager=True, depth=1, tokens=48), params)
+    want = tokens(start(dtype, eager=True, depth=1, tokens=48, cache_dtype=kept), params)
     assert tokens(graphs, params) == want
-    assert tokens(start(dtype, depth=3, tokens=48), params) == want
+    assert tokens(start(dtype, depth=3, tokens=48, cache_dtype=kept), params) == want
     assert runs["body"] == runs["tail"] >= 5
     assert runs["step"] > 20
 

@@ -42,6 +42,18 @@ def test_a_graph_gives_the_bits_of_its_eager_step(mode: str) -> None:
     assert answers(start(model, "bfloat16", settings=settings, depth=2, tokens=48), params) == want
 
 
+def test_in_deterministic_mode_neighbours_and_chunks_change_no_bit() -> None:
+    settings = {"device": {"name": "cuda", "deterministic": True}}
+    params = ASKS.model_copy(update={"prompt_logprobs": 2, "max_tokens": 8})
+    together = answers(start(str(tiny_dense()), "bfloat16", settings=settings, depth=2, tokens=48), params)
+    alone = start(str(tiny_dense()), "bfloat16", settings=settings, depth=1, rows=1)
+    for k, want in enumerate(together):
+        alone.add(str(k), P(5 + 11 * k, k), params)
+        alone.finish()
+        final = alone.final(str(k))
+        assert (list(final.outputs[0].token_ids), final.outputs[0].logprobs, final.prompt_logprobs) == want
+
+
 def test_they_are_those_of_transformers() -> None:
     model = str(tiny_dense())
     oracle: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()

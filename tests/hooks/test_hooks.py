@@ -19,9 +19,10 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from grammar_world import written
 from signatures import signature
 
-from modelrunner import LLM, SamplingParams, hookimpl
+from modelrunner import LLM, SamplingParams, StructuredOutputsParams, hookimpl
 from modelrunner.cli import collect_commands
 from modelrunner.hookspecs import HookSpecs
 from modelrunner.plugin_contract import HOOKS, hook_arguments
@@ -156,6 +157,20 @@ def test_taps(example: Callable[[str], ModuleType], plain: Any) -> None:
     assert silent.outputs[0].extra == {}
 
 
+def test_logits_processors(example: Callable[[str], ModuleType], plain: Any) -> None:
+    """Where the plain output says a token twice running, the second one is another."""
+    again = GREEDY.model_copy(update={"logit_bias": {77: 100.0}})
+    with llm(example("logits_processors")) as engine:
+        asked, silent, echoing = engine.generate(
+            [PROMPTS[0], PROMPTS[1], PROMPTS[0]], [again.model_copy(update={"logits_processors": ["no_echo"]}), GREEDY, again]
+        )
+    assert tuple(silent.outputs[0].token_ids) == plain[1]
+    assert list(echoing.outputs[0].token_ids) == [77] * 6
+    tokens = list(asked.outputs[0].token_ids)
+    assert tokens[::2] == [77] * 3
+    assert 77 not in tokens[1::2]
+
+
 def test_attention_backend(example: Callable[[str], ModuleType], plain: Any) -> None:
     module = example("attention_backend")
     with llm(module, pin={"attention_backend": "textbook"}) as engine:
@@ -194,6 +209,18 @@ def test_linear_scheme(example: Callable[[str], ModuleType]) -> None:
         stored = dict(engine.engine.assembly.state.module.named_buffers())
     assert {buffer.dtype for name, buffer in stored.items() if name.endswith("qweight")} == {torch.float16}
     assert len(output.outputs[0].token_ids) == 6
+
+
+def test_grammar_backend(example: Callable[[str], ModuleType]) -> None:
+    four = StructuredOutputsParams(regex="[0-9]{4}")
+    params = [SamplingParams(temperature=1, seed=i, structured_outputs=asked) for i, asked in enumerate([four, None, four])]
+    with llm(example("grammar_backend")) as engine:
+        first, _, last = engine.generate([PROMPTS[0]] * 3, params)
+        (other,) = engine.generate([PROMPTS[0]], SamplingParams(structured_outputs=StructuredOutputsParams(regex="a")))
+    for output in (first, last):
+        assert re.fullmatch("[0-9]{4}", written(output.outputs[0].token_ids))
+        assert output.outputs[0].finish_reason == "stop"
+    assert other.outputs[0].stop_reason == "structured_outputs.regex: only [0-9]{n} is understood"
 
 
 def test_observer(example: Callable[[str], ModuleType]) -> None:

@@ -106,8 +106,15 @@ def expected(step: Step, window: int | None, softcap: float | None, sinks: torch
     return found
 
 
-def check(step: Step, window: int | None = None, softcap: float | None = None, sinks: torch.Tensor | None = None) -> None:
-    out = paged_attention(step.q, step.cache, **step.arguments, **step.limits, scale=SCALE, window=window, softcap=softcap, sinks=sinks)
+def check(
+    step: Step,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
+) -> None:
+    options = {"scale": SCALE, "window": window, "softcap": softcap, "sinks": sinks, "scales": scales}
+    out = paged_attention(step.q, step.cache, **step.arguments, **step.limits, **options)  # type: ignore[arg-type]
     assert out.shape == step.q.shape
     assert torch.isfinite(out).all(), "invalid tokens must come out finite"
     want = expected(step, window, softcap, sinks)
@@ -145,6 +152,42 @@ def test_sinks(window: int | None, softcap: float | None) -> None:
     """A mixed batch whose heads have sinks from far below to far above all scores."""
     step = make_step([(40, 1), (3, 0), (0, 1), (0, 23), (30, 11)], 16, num_decode=3, window=window)
     check(step, window, softcap, torch.tensor([-40.0, -1.0, 0.0, 1.5, 4.0, 40.0]))
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0], ids=["plain", "softcap"])
+@pytest.mark.parametrize("scales", [None, torch.tensor([[0.3, 5.0], [0.07, 1.7]])], ids=["ones", "scaled"])
+def test_keys_and_values_in_8_bits(scales: torch.Tensor | None, softcap: float | None) -> None:
+    step = make_step([(40, 1), (3, 0), (0, 23), (30, 11), (9, 0), (0, 1)], 16, num_decode=2)
+    factors = torch.ones(2, KV_HEADS) if scales is None else scales
+
+    def kept(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        return (x / factor.unsqueeze(-1)).clamp(-448, 448).to(torch.float8_e4m3fn)
+
+    step.cache = kept(step.cache, factors)
+    step.k = [kept(k, factors[0]).float() * factors[0].unsqueeze(-1) for k in step.k]
+    step.v = [kept(v, factors[1]).float() * factors[1].unsqueeze(-1) for v in step.v]
+    check(step, None, softcap, torch.linspace(-2, 2, HEADS), scales)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_what_8_bits_do_not_reach(dtype: torch.dtype) -> None:
+    """It becomes the largest number; NaN stays, and so does whatever is not written. The null page is zeros."""
+    numbers = torch.tensor([448.0, 449.0, 3e4, -6e4, math.inf, -math.inf, math.nan, 1.06, 2**-9, 2**-11, -0.0], dtype=dtype)
+    as_kept = torch.tensor([448.0, 448.0, 448.0, -448.0, 448.0, -448.0, math.nan, 1.0, 2**-9, 0.0, -0.0])
+    k = numbers.repeat(3, 2, 1)
+    scales = torch.tensor([[1.0, 0.25], [4.0, 1.0]])
+    for given in (None, scales):
+        cache = torch.full((3, 4, 2, 2, numbers.numel()), 7.0).to(torch.float8_e4m3fn)
+        cache[0] = 0.0
+        factors = torch.ones(2, 2) if given is None else given
+        write_cache(
+            cache, k * factors[0].unsqueeze(-1).to(dtype), k * factors[1].unsqueeze(-1).to(dtype), torch.tensor([5, -1, 8]), scales=given
+        )
+        for page, slot in ((1, 1), (2, 0)):
+            torch.testing.assert_close(cache[page, slot].float(), as_kept.expand(2, 2, -1), rtol=0, atol=0, equal_nan=True)
+        rest = cache.float().flatten(0, 1)[[4, 6, 7, 9, 10, 11]]
+        assert (rest == 7).all()
+        assert (cache[0].float() == 0).all()
 
 
 @pytest.mark.parametrize("length", [63, 500])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from triton_world import DEVICE, DTYPES, agree, close
+from triton_world import DEVICE, DTYPES, agree, close, close_in_8_bits
 
 from modelrunner.kernels.attention import prefill_list, reference, work_list
 from modelrunner.kernels.attention.gpu import OVERRIDES, indexed_attention, qkv_attention
@@ -19,6 +19,7 @@ from modelrunner.kernels.rope.reference import apply_rope
 
 SCALE = 0.3
 LAYERS = 3
+E4M3 = torch.float8_e4m3fn
 Row = tuple[int, int]
 
 
@@ -106,6 +107,7 @@ def make_step(
 ONE_BLOCK = DecodeConfig(chunk=16, block_keys=16, num_warps=4, num_stages=1, programs=2, hold=True, fused=True)
 CHUNKS = DecodeConfig(chunk=32, block_keys=16, num_warps=4, num_stages=5, programs=2, fused=True)
 HELD = DecodeConfig(chunk=32, block_keys=16, num_warps=4, num_stages=2, programs=2, hold=True, fused=True)
+STREAM = DecodeConfig(chunk=32, block_keys=16, num_warps=4, num_stages=3, programs=2, stream=True)
 WHOLE = DecodeConfig(chunk=256, block_keys=32, num_warps=4, num_stages=3, programs=2)
 DECODE = [(62, 1), (0, 1), (0, 0), (31, 1), (16, 1)]
 MIXED = [(40, 1), (3, 0), (0, 23), (30, 11), (9, 0), (0, 1)]
@@ -113,7 +115,7 @@ TILES = PrefillConfig(block_queries=16, block_keys=16, num_warps=4, num_stages=3
 GATHERED = PrefillConfig(block_queries=64, block_keys=32, num_warps=4, num_stages=3, programs=2, gathered=True)
 
 
-CONFIGS = {"one-block": ONE_BLOCK, "chunks": CHUNKS, "held": HELD, "whole": WHOLE}
+CONFIGS = {"one-block": ONE_BLOCK, "chunks": CHUNKS, "held": HELD, "whole": WHOLE, "stream": STREAM}
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -122,7 +124,7 @@ def test_decode(page: int, window: int | None, softcap: float | None, config: st
     make_step(DECODE, page, num_decode=5, window=window).check(CONFIGS[config], softcap=softcap)
 
 
-@pytest.mark.parametrize("config", [ONE_BLOCK, CHUNKS, None], ids=["one_block", "chunks", "shipped"])
+@pytest.mark.parametrize("config", [ONE_BLOCK, CHUNKS, STREAM, None], ids=["one_block", "chunks", "stream", "shipped"])
 @pytest.mark.parametrize("window", [None, 6], ids=lambda w: f"window-{w}")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_several_query_tokens_a_decode_row(dtype: torch.dtype, window: int | None, config: DecodeConfig | None) -> None:
@@ -214,7 +216,7 @@ def test_a_cache_of_another_type() -> None:
     make_step(MIXED, num_decode=2, dtype=torch.float16, cache_dtype=torch.float32).check(CHUNKS)
 
 
-@pytest.mark.parametrize("config", [ONE_BLOCK, CHUNKS], ids=["one_block", "chunks"])
+@pytest.mark.parametrize("config", [ONE_BLOCK, CHUNKS, STREAM], ids=["one_block", "chunks", "stream"])
 def test_all_layers_share_a_work_list(config: DecodeConfig) -> None:
     """The counters of finished chunks are ready for the next layer."""
     step = make_step(MIXED, num_decode=2)
@@ -354,7 +356,7 @@ class Fused:
         if self.norms[0] is not None:
             q, k = (rms_norm(x, weight, 1e-5) for x, weight in zip((q, k), self.norms, strict=True))
         step.q, k = apply_rope(q, k, None, self.cos_sin)
-        reference.write_cache(step.arena[:, 1], k, v, step.arguments["slots"])
+        reference.write_cache(step.arena[:, 1], k, v, step.arguments["slots"], scales=options.get("scales"))
         return step.want(**options), step.arena
 
     def check(self, config: DecodeConfig | None, **options: Any) -> None:
@@ -365,7 +367,10 @@ class Fused:
         )  # fmt: skip
         close(got[step.live], out[step.live], "paged_attention")
         assert got.isfinite().all()
-        close(step.arena, arena, "qkv_rope_write")
+        if arena.dtype == E4M3:
+            close_in_8_bits(step.arena, arena)
+        else:
+            close(step.arena, arena, "qkv_rope_write")
 
 
 @pytest.mark.parametrize("config", CONFIGS)

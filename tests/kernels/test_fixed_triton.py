@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from test_attention_triton import MIXED, SCALE, make_step
+from test_attention_triton import E4M3, MIXED, SCALE, make_step
+from test_scaled_triton import SCALES
 from triton_world import DEVICE, DTYPES, close
 
 from modelrunner.kernels.linear.reference import int8_matmul, matmul
@@ -79,11 +82,14 @@ def test_norms(width: int, dtype: torch.dtype) -> None:
         assert torch.equal(fixed_rms_norm(x[place : place + 1], weight, 1e-5)[0], many[place])
 
 
-@pytest.mark.parametrize(("window", "options"), [(None, {}), (9, {"softcap": 2.0})], ids=["full", "window"])
+@pytest.mark.parametrize(
+    ("window", "options"), [(None, {}), (9, {"softcap": 2.0}), (None, {"scales": SCALES})], ids=["full", "window", "8-bits"]
+)
 @dtypes
-def test_attention_is_right(dtype: torch.dtype, window: int | None, options: dict[str, float]) -> None:
+def test_attention_is_right(dtype: torch.dtype, window: int | None, options: dict[str, Any]) -> None:
     """Over decode rows, prompts, later chunks, dead rows and tokens that nobody owns."""
-    step = make_step(MIXED, 16, num_decode=2, padding=13, window=window, dtype=dtype)
+    kept = E4M3 if "scales" in options else dtype
+    step = make_step(MIXED, 16, num_decode=2, padding=13, window=window, dtype=dtype, cache_dtype=kept)
     cache, heads = step.arena[:, 1], step.q.shape[1]
     index = fixed_index(cache, **step.arguments, num_heads=heads, window=window, dtype=dtype, **step.limits)
     out = fixed_indexed_attention(step.q, cache, index, scale=SCALE, **options)

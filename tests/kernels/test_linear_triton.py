@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 from modelrunner.kernels.linear import launch
 from modelrunner.kernels.linear.gpu import BUILDS, OVERRIDES
 from modelrunner.kernels.linear.launch import Extras
-from modelrunner.kernels.linear.plan import Gemv, Tiles, plan
+from modelrunner.kernels.linear.plan import Gemv, Stream, Tiles, added, plan
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 # The chain rounds its intermediate results; the fused form does not.
@@ -29,6 +29,7 @@ TILES = [
     Tiles(64, 64, 64, 1, 4, 3),
     Tiles(32, 32, 64, 3, 4, 1),
 ]
+STREAMS = [Stream(16, 32, 32, 1, 4, 2, 64, 64), Stream(32, 64, 32, 3, 4, 2)]
 
 
 @pytest.fixture(autouse=True)
@@ -59,9 +60,12 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("tiles", [*GEMVS, *TILES], ids=str)
-@pytest.mark.parametrize(("kind", "outputs", "inner", "dtype"), CASES, ids=str)
-def test_every_kernel(kind: str, outputs: int, inner: int, tiles: Gemv | Tiles, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("kind", "outputs", "inner", "dtype", "tiles"),
+    [(*case, tiles) for case in CASES for tiles in (*GEMVS, *TILES, *STREAMS) if case[0] != "int8" or tiles not in STREAMS],
+    ids=str,
+)
+def test_every_kernel(kind: str, outputs: int, inner: int, tiles: Gemv | Tiles | Stream, dtype: torch.dtype) -> None:
     rows = 3 if isinstance(tiles, Gemv) else 19
     w = world(rows, outputs, inner, dtype)
     x, normed = w["x"], rms_norm(w["x"], w["norm"], 1e-5)
@@ -102,7 +106,18 @@ def calls(w: dict[str, Any]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
 @dtypes
 @pytest.mark.parametrize(
     ("rows", "outputs", "inner"),
-    [(0, 80, 96), (1, 80, 576), (2, 129, 96), (4, 40, 30), (5, 80, 576), (17, 129, 96), (64, 80, 96), (70, 40, 96)],
+    [
+        (0, 80, 96),
+        (1, 80, 576),
+        (2, 129, 96),
+        (4, 40, 30),
+        (5, 80, 576),
+        (17, 129, 96),
+        (64, 80, 96),
+        (70, 40, 96),
+        (130, 80, 128),
+        (200, 40, 2112),
+    ],
 )
 def test_operations(rows: int, outputs: int, inner: int, dtype: torch.dtype) -> None:
     """Whatever kernel the shapes choose."""
@@ -137,11 +152,21 @@ def test_the_kernels_depend_on_shapes_alone() -> None:
     assert plan(1, 4096, 1001, 16, False, False, False) is None
     assert plan(65, 4096, 1024, 16, False, True, False) is None
     assert plan(129, 1024, 2048, 16, False, False, False) is None
-    assert plan(32, 24576, 4096, 16, False, True, False) is None
+    assert plan(32, 6144, 4096, 16, False, True, False) == Stream(32, 64, 128, 1, 4, 8, 512)
+    assert plan(32, 6144, 4096, 16, False, True, False, streams=False) is None
+    assert isinstance(plan(32, 4096, 12288, 16, False, False, False, streams=False), Tiles)
     half = plan(8, 4096, 1024, 16, False, True, True)
     assert isinstance(half, Tiles)
     assert not half.fused_norm
     assert len(BUILDS) > 80
+
+
+def test_products_that_are_added_have_tiles_for_more_rows() -> None:
+    assert added(129, 1024, 2048, 16) == Tiles(64, 64, 64, 2, 4, 6, warm=False)
+    assert added(256, 1024, 2048, 16) == Tiles(64, 64, 64, 1, 4, 6, warm=False)
+    assert added(256, 1024, 3072, 16) == Tiles(128, 64, 128, 4, 4, 3, warm=False)
+    assert [added(rows, 1024, 2048, 16) for rows in (128, 257)] == [None, None]
+    assert [added(200, 4096, 4096, 16), added(200, 1024, 2048, 32), added(200, 1024, 1000, 16)] == [None] * 3
 
 
 def test_a_program_holds_no_more_weights_than_shared_memory() -> None:
@@ -155,6 +180,21 @@ def test_a_program_holds_no_more_weights_than_shared_memory() -> None:
                     steps = -(-inner // (tiles.bk * tiles.split))
                     assert 2 * tiles.bn * (1 + gated) * steps * tiles.bk <= 2**17
                     assert tiles.pipelined().stages > 1
+
+
+def test_a_stream_fits_in_shared_memory() -> None:
+    """Whatever of it is in flight, with programs enough to keep memory busy."""
+    for rows in (3, 8, 16, 17, 32, 33, 64, 65, 128):
+        for outputs, inner in [(6144, 4096), (4096, 4096), (4096, 12288), (12288, 4096), (8192, 8192), (5120, 25600), (2048, 16384)]:
+            for gated in (False, True):
+                tiles = plan(rows, outputs, inner, 16, gated, gated, False)
+                if isinstance(tiles, Stream):
+                    assert 2 * tiles.bk * (tiles.bn * (1 + gated) + tiles.bt) * tiles.stages <= 226_000
+                    assert tiles.stages >= 3
+                    assert outputs // tiles.bn * tiles.split >= 90
+                    assert inner % (tiles.bk * tiles.split) == 0
+                else:
+                    assert gated
 
 
 def test_a_device_without_dependent_launches_has_a_pipeline() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from triton_world import DEVICE, DTYPES, agree, close
+from triton_world import DEVICE, DTYPES, agree, close, close_in_8_bits
 
 from modelrunner.kernels.attention.gpu import OVERRIDES as ATTENTION
 from modelrunner.kernels.norm.reference import rms_norm
@@ -62,7 +62,7 @@ class Fused:
         self.slots = (torch.randperm((PAGES - 1) * page)[:tokens] + page).to(DEVICE)
         self.slots[tokens // 2] = -1
 
-    def check(self) -> None:
+    def check(self, scales: torch.Tensor | None = None) -> None:
         want_arena = self.arena.clone()
         sizes = (self.heads * self.dim, self.kv_heads * self.dim, self.kv_heads * self.dim)
         q, k, v = (part.unflatten(-1, (-1, self.dim)) for part in self.qkv.split(sizes, -1))
@@ -72,12 +72,18 @@ class Fused:
         page = self.arena.shape[2]
         for t, slot in enumerate(self.slots.tolist()):
             if slot >= 0:
-                want_arena[slot // page, 1, slot % page] = torch.stack((k[t], v[t])).to(want_arena.dtype)
+                kept = torch.stack((k[t], v[t]))
+                if scales is not None:
+                    kept = (kept.float() / scales.unsqueeze(-1)).clamp(-448, 448)
+                want_arena[slot // page, 1, slot % page] = kept.to(want_arena.dtype)
         out = ATTENTION["qkv_rope_write"](
-            self.qkv, self.heads, self.kv_heads, *self.norms, 1e-5, self.cos_sin, self.arena[:, 1], self.slots, None
+            self.qkv, self.heads, self.kv_heads, *self.norms, 1e-5, self.cos_sin, self.arena[:, 1], self.slots, None, scales=scales
         )
         close(out, q, "qkv_rope_write")
-        close(self.arena, want_arena, "qkv_rope_write")
+        if scales is None:
+            close(self.arena, want_arena, "qkv_rope_write")
+        else:
+            close_in_8_bits(self.arena, want_arena)
 
 
 SHAPES = [(4, 2, 64, 64), (9, 3, 32, 16), (3, 1, 96, 96), (16, 8, 128, 128)]
@@ -97,3 +103,14 @@ def test_qkv_rope_write_of_a_view() -> None:
 
 def test_a_cache_of_another_type() -> None:
     Fused(SHAPES[0], 5, torch.float32, cache_dtype=torch.float16).check()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "-".join(map(str, s)))
+def test_a_scaled_cache_of_8_bits(shape: tuple[int, int, int, int]) -> None:
+    """Some numbers do not fit and become the largest one."""
+    for dtype in DTYPES:
+        fused = Fused(shape, 18, dtype, cache_dtype=torch.float8_e4m3fn, norm=torch.float32)
+        fused.qkv[3] *= 1e3
+        scales = torch.linspace(0.003, 2.7, 2 * shape[1], device=DEVICE).view(2, -1)
+        fused.check(scales)
+        assert fused.arena.float().abs().max() == 448

@@ -14,23 +14,18 @@ import pytest
 import torch
 
 from modelrunner import Decline, Engine, Offer, SamplingParams, hookimpl
-from modelrunner.attention import AttentionMeta
 from modelrunner.backends import flash_attention3 as flash_attention3_backend
 from modelrunner.backends.flash_attention3 import FlashAttention3
 from modelrunner.backends.paged import PagedAttention
-from modelrunner.kernels import attention as kernels
 from modelrunner.model_state import FullAttention, RecurrentState, SlidingWindow
 from modelrunner.plugins import attention, flash_attention3
 from modelrunner.settings import load_settings
 from modelrunner.testing import ByteTokenizerPlugin, Driver, EngineProbe, P, assert_same, dense, options, tiny_dense
+from tests.plugins.attention_steps import GPU, OPS, PAGE, make_meta, prompts_of
 
 DOUBLE = Path(__file__).parent / "fa3_double"
 GROUP = FullAttention("full", (0, 1), 4, 2, 16, 0.3)
-GPU: Any = SimpleNamespace(type="cuda", name="cuda", torch_device=torch.device("cuda", 0))
-OPS: Any = SimpleNamespace(
-    **{name: getattr(kernels, name) for name in ("attention_index", "indexed_write", "indexed_attention", "gather_pages")}
-)
-PAGE, GAP_PAGES = 16, 12
+GAP_PAGES = 12
 
 
 @pytest.fixture
@@ -57,7 +52,7 @@ def asked(group: Any = GROUP, device: Any = GPU, **changes: Any) -> Any:
 def test_it_comes_before_the_paged_backend(package: ModuleType) -> None:
     offer = asked()
     assert isinstance(offer, Offer)
-    paged: Any = attention.attention_backend(GROUP)
+    paged: Any = attention.attention_backend(GROUP, SimpleNamespace(type="cpu", name="cpu"), load_settings({}))
     assert offer.fit == paged.fit
     assert offer.replaces == {paged.name}
     backend = offer.load()
@@ -75,6 +70,7 @@ DECLINED = {
     "large head": (replace(GROUP, head_dim=264), {}, "head_dim is 264"),
     "float32": (GROUP, {"model.dtype": "float32"}, "model.dtype is 'float32'; it takes bfloat16"),
     "float16": (GROUP, {"model.dtype": "float16"}, "model.dtype is 'float16'; it takes bfloat16"),
+    "8 bits": (GROUP, {"cache.dtype": "fp8"}, "cache.dtype is 'float8_e4m3fn'; it takes bfloat16"),
     "cache": (GROUP, {"cache.dtype": "float16"}, "cache.dtype is 'float16'; it takes bfloat16"),
 }
 
@@ -110,31 +106,6 @@ def test_groups_of_other_kinds_are_declined() -> None:
     assert "not RecurrentState" in asked(RecurrentState("state", (0,), (4,), 16)).reason
 
 
-def make_meta(rows: list[tuple[int, int, int]], num_decode: int, padding: int) -> tuple[AttentionMeta, torch.Tensor]:
-    """A step over rows of (computed, query, slots) tokens in pages of random order. Returns it and a cache of GROUP.
-
-    NaN lies wherever nothing may be read: after a row's last token, in pages that nobody owns.
-    """
-    computed, query, slots_of = (torch.tensor(column, dtype=torch.int32) for column in zip(*rows, strict=True))
-    length = torch.where(query > 0, computed + query, 0)
-    pages = -(-int(length.max()) // PAGE) + 3
-    table = (torch.randperm(len(rows) * pages) + 1).view(len(rows), pages).int()
-    cache = torch.full((len(rows) * pages + 1, 2, PAGE, 2, 2, 16), torch.nan)
-    cache[0] = 0.0
-    for row, (done, count, _) in enumerate(rows):
-        for position in range(done if count else 0):
-            cache[table[row, position // PAGE], :, position % PAGE] = torch.randn(2, 2, 2, 16)
-    start = torch.cat((torch.zeros(1, dtype=torch.int32), slots_of.cumsum(0, dtype=torch.int32)))
-    num_tokens = int(start[-1]) + padding
-    token_row = torch.searchsorted(start[1:].contiguous(), torch.arange(num_tokens, dtype=torch.int32), right=True).clamp(max=len(rows) - 1)
-    offset = torch.arange(num_tokens) - start[token_row]
-    valid = offset < query[token_row]
-    positions = torch.where(valid, computed[token_row] + offset, 0)
-    slots = torch.where(valid, table[token_row, positions // PAGE].long() * PAGE + positions % PAGE, -1)
-    bounds = (max(int(slots_of.max()), padding), int(length.max()) + 5)
-    return AttentionMeta(len(rows), num_tokens, num_decode, 1, *bounds, start, query, length, token_row, positions, slots, table), cache
-
-
 MIXED = [(40, 1, 1), (3, 0, 1), (0, 23, 23), (300, 41, 41), (9, 0, 7), (0, 1, 1), (15, 30, 33)]
 
 
@@ -142,7 +113,7 @@ MIXED = [(40, 1, 1), (3, 0, 1), (0, 23, 23), (300, 41, 41), (9, 0, 7), (0, 1, 1)
 @pytest.mark.parametrize(("num_decode", "padding"), [(2, 0), (2, 50), (0, 3)])
 def test_prompts_and_decode_rows(package: ModuleType, num_decode: int, padding: int, softcap: float | None) -> None:
     """Fresh prompts, later chunks, finished rows, unused query slots and tokens that belong to nobody."""
-    meta, cache = make_meta(MIXED, num_decode, padding)
+    meta, cache = make_meta(GROUP, MIXED, num_decode, padding)
     group = replace(GROUP, softcap=softcap)
     q, k, v = torch.randn(meta.num_tokens, 4, 16), *torch.randn(2, meta.num_tokens, 2, 16)
     valid = meta.slots >= 0
@@ -159,10 +130,10 @@ def test_prompts_and_decode_rows(package: ModuleType, num_decode: int, padding: 
 
 
 def test_steps_of_decode_rows_and_steps_too_large_run_as_paged(package: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    meta, cache = make_meta([(40, 1, 1), (7, 1, 1)], 2, 0)
+    meta, cache = make_meta(GROUP, [(40, 1, 1), (7, 1, 1)], 2, 0)
     runner = FlashAttention3(GROUP, cache, OPS, torch.float32)
     assert runner.begin(meta).prompts is None
-    meta, cache = make_meta(MIXED, 2, 0)
+    meta, cache = make_meta(GROUP, MIXED, 2, 0)
     runner = FlashAttention3(GROUP, cache, OPS, torch.float32)
     assert runner.begin(meta).prompts is not None
     assert runner.begin(replace(meta, captured=True)).prompts is None
@@ -173,6 +144,22 @@ def test_steps_of_decode_rows_and_steps_too_large_run_as_paged(package: ModuleTy
     out = runner.attend(torch.randn(meta.num_tokens, 4, 16), *torch.randn(2, meta.num_tokens, 2, 16), 0, step)
     assert out.isfinite().all()
     assert not package.calls
+
+
+def test_lengths_on_the_host_bound_the_gathered_keys(package: ModuleType) -> None:
+    """A long decode row beside short prompts takes no room, and the longest prompt bounds the kernel's keys."""
+    rows = [(700, 1, 1), (0, 23, 23), (30, 41, 41)]
+    meta, cache = make_meta(GROUP, rows, 1, 0)
+    q, k, v = torch.randn(meta.num_tokens, 4, 16), *torch.randn(2, meta.num_tokens, 2, 16)
+    outs = []
+    for known in (meta, replace(meta, prompts=prompts_of(rows, 1))):
+        runner = FlashAttention3(GROUP, cache.clone(), OPS, torch.float32)
+        step = runner.begin(known)
+        outs.append((runner.attend(q, k, v, 0, step), step.prompts.kv.shape[0]))
+    torch.testing.assert_close(outs[1][0], outs[0][0])
+    assert outs[1][1] == (2 + 5 + 3 * GAP_PAGES) * PAGE
+    assert package.calls[-1][2] == 71 < package.calls[0][2]
+    package.calls.clear()
 
 
 class Pinned:

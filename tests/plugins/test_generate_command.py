@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import modelrunner.llm
 from modelrunner import cli
 from modelrunner.checkpoint import ModelCard
+from modelrunner.logprobs import Logprob
 from modelrunner.request import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams
 
 
@@ -77,6 +79,31 @@ def test_json_is_one_object_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--prompt", "é", "--prompt", "b\nc", "--json") == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert lines == [{"prompt_token_ids": [1, 2], "token_ids": [4, 5], "text": text, "finish_reason": "length"} for text in ("É", "B\nC")]
+
+
+def test_logprobs_are_shown_in_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    found = {4: Logprob(-0.5, 1, "x"), 7: Logprob(-math.inf, 2, None)}
+
+    def answer(self: FakeLLM, prompt: str) -> RequestOutput:
+        choice = CompletionOutput(0, "t", [4], "length", logprobs=[found], cumulative_logprob=-0.5)
+        return RequestOutput("0", prompt, [1, 4], [choice], True, RequestMetrics(0.0), prompt_logprobs=[None, found])
+
+    monkeypatch.setattr(FakeLLM, "answer", answer)
+    assert run("--prompt", "a", "--json", "--logprobs", "2", "--prompt-logprobs", "1") == 0
+    assert FakeLLM.calls[1][2] == SamplingParams(max_tokens=64, logprobs=2, prompt_logprobs=1)
+    line = json.loads(capsys.readouterr().out)
+    shown = [
+        {"token_id": 4, "token": "x", "logprob": -0.5, "rank": 1},
+        {"token_id": 7, "token": None, "logprob": -9999.0, "rank": 2},
+    ]
+    assert (line["logprobs"], line["prompt_logprobs"], line["cumulative_logprob"]) == ([shown], [None, shown], -0.5)
+
+
+@pytest.mark.parametrize("option", ["--logprobs", "--prompt-logprobs"])
+def test_logprobs_without_json_are_refused(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--prompt", "a", option, "2") == 2
+    assert "are shown by --json only" in capsys.readouterr().err
+    assert FakeLLM.calls == []
 
 
 def test_sampling_options_and_settings_go_their_ways() -> None:

@@ -17,7 +17,7 @@ import pytest
 from modelrunner import cli
 from modelrunner.plugins.commands.new_plugin import KINDS
 
-NAMES = {"model-state": "night-orchid", "observer": "tally", "tap": "soft-nudge"}
+NAMES = {"model-state": "night-orchid", "logits-processor": "slow-fade", "observer": "tally", "tap": "soft-nudge"}
 
 
 def python(executable: Path | str, *arguments: str, cwd: Path) -> str:
@@ -74,7 +74,7 @@ def test_passes_its_own_tests(fresh: Path, packages: dict[str, Path], kind: str)
 
 def test_the_model_wins_and_runs(fresh: Path, tmp_path: Path) -> None:
     """Chosen for a checkpoint by its architecture, and run there with random weights; the observer speaks when it is asked to, and the
-    taps, too, act on a request that asks."""
+    taps and the processor, too, act on a request that asks."""
     sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = {"architectures": ["NightOrchidForCausalLM"], "rms_norm_eps": 1e-5, "max_position_embeddings": 64, **sizes}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -83,7 +83,10 @@ def test_the_model_wins_and_runs(fresh: Path, tmp_path: Path) -> None:
             "from modelrunner import LLM, SamplingParams",
             "llm = LLM('.', load_format='dummy', skip_tokenizer_init=True, cache={'num_pages': 32}, plugin={'tally': {'interval': 60}})",
             "asked = {'soft_nudge': [1.0] * 32, 'soft_nudge_read': True}",
-            "(out,) = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=5, temperature=0, ignore_eos=True, extra_args=asked))",
+            "fade = {'slow_fade': {'amount': 1e6}}",
+            "greedy = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True, extra_args=asked, logits_processors=fade)",
+            "(out,) = llm.generate([[1, 2, 3]], greedy)",
+            "assert len({1, 2, 3, *out.outputs[0].token_ids}) == 8",
             "print(len(out.outputs[0].token_ids), type(llm.engine.assembly.state).__name__)",
             "print(out.outputs[0].extra['soft_nudge_read'].shape)",
             "llm.close()",

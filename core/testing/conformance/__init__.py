@@ -12,6 +12,7 @@ for _module in (
     "kernel_cases",
     "lab",
     "linear_scheme",
+    "logits_processor",
     "model_state",
     "promises",
     "step_cases",
@@ -26,6 +27,7 @@ from modelrunner.testing.conformance.kernel import KernelConformance  # noqa: E4
 from modelrunner.testing.conformance.kernel_cases import Draw  # noqa: E402
 from modelrunner.testing.conformance.lab import Reference, transformers_checkpoint, transformers_reference  # noqa: E402
 from modelrunner.testing.conformance.linear_scheme import LinearSchemeConformance  # noqa: E402
+from modelrunner.testing.conformance.logits_processor import LogitsProcessorConformance  # noqa: E402
 from modelrunner.testing.conformance.model_state import MatchesReference, ModelStateConformance  # noqa: E402
 
 __all__ = [
@@ -33,6 +35,7 @@ __all__ = [
     "Draw",
     "KernelConformance",
     "LinearSchemeConformance",
+    "LogitsProcessorConformance",
     "MatchesReference",
     "ModelStateConformance",
     "Reference",

@@ -1,0 +1,235 @@
+"""Requests with structured output: their grammars, their matchers, and the masks that the sampler applies.
+
+The idea: a request's next mask depends on its last token, which the host knows one step later. So such a row is **held**, left out of
+plans, from the step that samples its token until that token was collected and its next mask is there; all other rows go on. Its mask lies
+in the seat of an allow list, and travels with the patch of the plan that samples with it. Masks are filled after the next step was
+launched, while the device works. What takes too long then stays held for another step: nobody waits for it.
+
+A request gets its row when its grammar is compiled, which happens in other threads (see `compiling`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from modelrunner.batch import Int32Array
+from modelrunner.compiling import Compiler, Job
+from modelrunner.errors import RequestError
+from modelrunner.grammar import BITS, GrammarBackend, Mask, Matcher
+from modelrunner.sampler.allowed import bitmask
+
+if TYPE_CHECKING:
+    from modelrunner.request import Request
+    from modelrunner.scheduler import Scheduler
+    from modelrunner.settings import GrammarSettings
+    from modelrunner.step_books import Committed
+
+COLUMN = "allowed_ids"  # whose seats hold the masks
+NARROWING = ("allowed_token_ids", "bad_words", "min_tokens")  # parameters that take tokens away from a grammar
+
+
+class End(NamedTuple):
+    """How a request ends by its grammar."""
+
+    request: Request
+    reason: str
+    stop_reason: str | None = None
+
+
+class Guide:
+    """One request's way through its grammar. column: whose seat holds the mask. mask: [words] int32, of the next token; `advance` changes
+    it in place. num_accepted: output tokens that the matcher has seen."""
+
+    column = COLUMN
+
+    def __init__(self, request: Request, words: int, allowed: Mask | None) -> None:
+        """allowed: the request's allow list as a mask."""
+        self.mask: Mask = np.zeros(words, np.int32)
+        self.num_accepted = 0
+        self.matcher: Matcher | None = None
+        self._request = request
+        self._stops, self._allowed = self.mask, allowed
+
+    def begin(self, matcher: Matcher, stops: Mask) -> End | None:
+        """The grammar is compiled. stops: the ids that end an output. Returns how the request ends, if no token is possible."""
+        self.matcher, self._stops = matcher, stops
+        return self._fill()
+
+    def advance(self, tokens: Int32Array) -> End | None:
+        """Take in new output tokens, and make the next mask. Returns how the request ends, if it does."""
+        assert self.matcher is not None, "a request without a grammar has no row, and so no tokens"
+        for token in tokens.tolist():
+            self.num_accepted += 1
+            if self._stops[token // BITS] >> token % BITS & 1:
+                return End(self._request, "stop")
+            if not self.matcher.accept(token):
+                place = self.num_accepted - 1
+                return End(self._request, "error", f"structured_outputs: the grammar does not take token {token} at output token {place}")
+        return self._fill()
+
+    def _fill(self) -> End | None:
+        assert self.matcher is not None
+        mask = self.mask
+        self.matcher.fill(mask)
+        if not (mask & ~self._stops).any():
+            if mask.any():
+                return End(self._request, "stop")  # complete: only the end can follow
+            return End(self._request, "error", "structured_outputs: no token of the vocabulary continues the output")
+        if self._allowed is not None:
+            mask &= self._allowed
+            if not mask.any():
+                return End(self._request, "error", self.contradiction())
+        return None
+
+    def contradiction(self) -> str:
+        """Why there is no token that the grammar and the other parameters both allow."""
+        params = self._request.params
+        others = [name for name in NARROWING if getattr(params, name)]
+        names = " and ".join(["structured_outputs", *others])
+        return f"{names}: together they leave no token after {self.num_accepted} output tokens"
+
+
+class Guides:
+    """All requests with structured output of an engine. Called by the loop, in its thread.
+
+    backend: makes the grammar backend. problem: why there is none, or empty. vocab_size: ids of the model's logits.
+    """
+
+    def __init__(
+        self,
+        backend: Callable[[], GrammarBackend],
+        problem: str,
+        settings: GrammarSettings,
+        vocab_size: int,
+    ) -> None:
+        self.problem, self._settings = problem, settings
+        self._words = -(-vocab_size // BITS)
+        self._compiler = Compiler(backend, threads=settings.compile_threads, kept=settings.kept_grammars)
+        self._compiling: dict[Request, Job] = {}
+        self._late: deque[Request] = deque()  # have a new token and no mask for the next one
+
+    def open(self, request: Request) -> None:
+        """Give a request that asks for structured output its guide. Raises RequestError for too large a grammar, or without a backend."""
+        params = request.params.structured_outputs
+        if params is None:
+            return
+        if self.problem:
+            raise RequestError(f"structured_outputs: no grammar backend is there. {self.problem}")
+        if params.size > self._settings.max_bytes:
+            raise RequestError(
+                f"structured_outputs.{params.kind}: got {params.size} bytes; accepted: at most {self._settings.max_bytes} "
+                "(setting grammar.max_bytes)"
+            )
+        listed = request.params.allowed_token_ids
+        allowed = None if listed is None else bitmask(listed, self._words)
+        request.guide = Guide(request, self._words, allowed)
+
+    def start(self, request: Request) -> None:
+        """The request was queued: have its grammar compiled."""
+        if request.guide is not None:
+            assert request.params.structured_outputs is not None
+            self._compiling[request] = self._compiler.submit(request.params.structured_outputs)
+
+    def forget(self, request: Request) -> None:
+        """The request has ended."""
+        if request.guide is None:
+            return
+        request.guide.matcher = None
+        job = self._compiling.pop(request, None)
+        if job is not None and job not in self._compiling.values():
+            self._compiler.give_up(job)
+
+    @property
+    def num_compiling(self) -> int:
+        """Requests that wait for their grammar."""
+        return len(self._compiling)
+
+    def wait(self, seconds: float) -> None:
+        """Until a grammar is compiled, at most so long."""
+        self._compiler.wait(seconds)
+
+    def poll(self, now: float, scheduler: Scheduler) -> list[End]:
+        """Let requests go on whose grammar is compiled. Returns those that end instead. now: monotonic seconds."""
+        ends = []
+        for request, job in list(self._compiling.items()):
+            if not job.done and self._compiler.age(job, now) <= self._settings.compile_limit:
+                continue
+            end = self._begin(request, job)
+            if end is None:
+                scheduler.ready(request)
+            else:
+                ends.append(end)
+            self._compiling.pop(request)
+            if not job.done:
+                self._compiler.give_up(job)
+        return ends
+
+    def _begin(self, request: Request, job: Job) -> End | None:
+        assert request.guide is not None
+        if not job.done:
+            limit = self._settings.compile_limit
+            assert request.params.structured_outputs is not None
+            kind = request.params.structured_outputs.kind
+            text = f"structured_outputs.{kind}: it was not compiled within {limit} seconds (setting grammar.compile_limit)"
+            return End(request, "error", text)
+        if job.grammar is None:
+            return End(request, "error", job.error)
+        try:
+            return request.guide.begin(job.grammar.matcher(), bitmask(job.stop_ids, self._words))
+        except Exception as error:
+            return End(request, "error", failed(error))
+
+    def take(self, committed: Committed, scheduler: Scheduler) -> None:
+        """A step was committed: note whose mask is to be made, and say of those that ended what their grammar says of it."""
+        for request in committed.finished:
+            if request.guide is not None:
+                self._judge(request)
+        if scheduler.num_guided:
+            self._late.extend(scheduler.guided(committed.rows))
+
+    def _judge(self, request: Request) -> None:
+        """An output that is complete with its last token is no shorter than it should be; one that has no token has a reason."""
+        guide = request.guide
+        assert guide is not None
+        if request.finish_reason == "error" and request.stop_reason is None:
+            request.stop_reason = guide.contradiction()
+        elif request.finish_reason == "length":
+            end = self._advance(request, np.array(request.output_token_ids[guide.num_accepted :], np.int32))
+            if end is not None and end.reason == "stop":
+                request.finish_reason = "stop"
+
+    def fill(self, scheduler: Scheduler, seconds: float | None) -> list[End]:
+        """Make the masks that are missing, until `seconds` have passed (None: all), at least one. Returns requests that end by their
+        grammar."""
+        ends = []
+        stop = None if seconds is None else time.perf_counter() + seconds
+        while self._late:
+            request = self._late.popleft()
+            guide = request.guide
+            if guide is None or guide.matcher is None:
+                continue  # it has ended
+            end = self._advance(request, scheduler.tokens_of(request)[guide.num_accepted :])
+            if end is None:
+                scheduler.ready(request)
+            else:
+                ends.append(end)
+            if stop is not None and time.perf_counter() >= stop:
+                break
+        return ends
+
+    def _advance(self, request: Request, tokens: Int32Array) -> End | None:
+        assert request.guide is not None
+        try:
+            return request.guide.advance(tokens)
+        except Exception as error:
+            return End(request, "error", failed(error))
+
+
+def failed(error: Exception) -> str:
+    """The stop reason of a request whose matcher raised."""
+    return f"structured_outputs: the grammar backend failed: {type(error).__name__}: {error}"

@@ -1,0 +1,78 @@
+"""Grammars by XGrammar (Dong et al. 2024, arXiv:2411.15100)."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import xgrammar
+
+from modelrunner.grammar import Grammar, GrammarBackend, Mask, Matcher, Vocabulary
+from modelrunner.settings import GrammarSettings, RunnerSettings
+from modelrunner.structured_outputs import StructuredOutputsParams
+
+OBJECT = '{"type": "object"}'
+PLACE = re.compile(r"^\[[\d:]+\] \S+?:\d+: ")  # of the library's source, before its messages
+
+
+class XGrammar(GrammarBackend):
+    """JSON schemas in strict mode: properties and items that a schema does not name are not generated."""
+
+    def __init__(self, vocabulary: Vocabulary, settings: RunnerSettings) -> None:
+        super().__init__(vocabulary, settings)
+        own = settings.grammar
+        info = xgrammar.TokenizerInfo(
+            list(vocabulary.tokens),
+            vocab_type=xgrammar.VocabType.RAW,
+            vocab_size=len(vocabulary.tokens),
+            stop_token_ids=list(vocabulary.stop_ids),
+        )
+        self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+        self._whitespace = whitespace(own)
+
+    def compile(self, params: StructuredOutputsParams) -> Grammar:
+        try:
+            return XGrammarGrammar(self._compiled(params))
+        except RuntimeError as error:
+            raise ValueError(PLACE.sub("", str(error)).strip()) from error
+
+    def _compiled(self, params: StructuredOutputsParams) -> Any:
+        compiler = self._compiler
+        if params.regex is not None:
+            return compiler.compile_regex(params.regex)
+        if params.grammar is not None:
+            return compiler.compile_grammar(params.grammar)
+        if params.choice is not None:
+            return compiler.compile_grammar("root ::= " + " | ".join(json.dumps(text, ensure_ascii=False) for text in params.choice))
+        if params.json is not None:
+            return compiler.compile_json_schema(params.json, **self._whitespace)
+        return compiler.compile_json_schema(OBJECT, strict_mode=False, **self._whitespace)
+
+
+def whitespace(settings: GrammarSettings) -> dict[str, Any]:
+    """What JSON may have between its parts."""
+    return {"any_whitespace": settings.max_whitespace > 0, "max_whitespace_cnt": settings.max_whitespace or None}
+
+
+class XGrammarGrammar(Grammar):
+    """A compiled grammar."""
+
+    def __init__(self, compiled: Any) -> None:
+        self._compiled = compiled
+
+    def matcher(self) -> Matcher:
+        return XGrammarMatcher(xgrammar.GrammarMatcher(self._compiled))
+
+
+class XGrammarMatcher(Matcher):
+    """One output."""
+
+    def __init__(self, matcher: Any) -> None:
+        self._matcher = matcher
+
+    def accept(self, token_id: int) -> bool:
+        return bool(self._matcher.accept_token(token_id))
+
+    def fill(self, mask: Mask) -> None:
+        self._matcher.fill_next_token_bitmask(mask[None])

@@ -1,0 +1,116 @@
+"""B17: options that work alone failed in pairs."""
+
+from __future__ import annotations
+
+import math
+from itertools import combinations
+from typing import Any
+
+import pytest
+
+from modelrunner import SamplingParams
+from modelrunner.errors import RequestError
+from modelrunner.testing import Driver, EngineProbe, P, dense
+
+PROMPT, TOKENS = P(20, 3), 12
+# One plain value each. What goes to `add` beside the parameters stands under "add".
+OPTIONS: dict[str, dict[str, Any]] = {
+    "temperature": {"temperature": 0.9},
+    "top_p": {"top_p": 0.9},
+    "top_k": {"top_k": 12},
+    "min_p": {"min_p": 0.02},
+    "repetition_penalty": {"repetition_penalty": 1.3},
+    "presence_penalty": {"presence_penalty": 0.5},
+    "frequency_penalty": {"frequency_penalty": 0.5},
+    "bad_words": {"bad_words": [(50, 51), (198,)]},
+    "logit_bias": {"logit_bias": {40: 3.0, 41: -3.0}},
+    "allowed_token_ids": {"allowed_token_ids": list(range(30, 90))},
+    "seed": {"seed": 11},
+    "logprobs": {"logprobs": 4},
+    "prompt_logprobs": {"prompt_logprobs": 2},
+    "stop": {"stop": ("q", "OO")},
+    "include_stop": {"stop": ("q", "OO"), "include_stop_str_in_output": True},
+    "stop_token_ids": {"stop_token_ids": (35, 60)},
+    "min_tokens": {"min_tokens": 5},
+    "ignore_eos": {"ignore_eos": True},
+    "detokenize": {"detokenize": False},
+    "salt": {"add": {"cache_salt": "a"}},
+    "priority": {"add": {"priority": 3}},
+    "stream": {"output_kind": "delta"},
+}
+REFUSED = {("stop", "detokenize"), ("include_stop", "detokenize")}  # naming both
+
+
+def merged(pair: tuple[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    values: dict[str, Any] = {"max_tokens": TOKENS, "temperature": 0.0}
+    more: dict[str, Any] = {}
+    for name in pair:
+        given = dict(OPTIONS[name])
+        more |= given.pop("add", {})
+        values |= given
+    return values, more
+
+
+def check(driver: Driver, name: str, params: SamplingParams) -> None:
+    outputs = driver.outputs[name]
+    joined = params.output_kind == "delta"
+    parts = [output.outputs[0] for output in outputs]
+    ids = [token for part in parts for token in part.token_ids] if joined else list(parts[-1].token_ids)
+    text = "".join(part.text for part in parts) if joined else parts[-1].text
+    logprobs = [found for part in parts for found in part.logprobs or ()] if joined else parts[-1].logprobs or ()
+    assert parts[-1].finish_reason in ("stop", "length"), (name, parts[-1].stop_reason)
+    assert 1 <= len(ids) <= TOKENS
+    assert len(ids) >= params.min_tokens
+    assert params.detokenize or text == ""
+    assert len(logprobs) == (len(ids) if params.logprobs is not None else 0), name
+    for found, token in zip(logprobs, ids, strict=bool(logprobs)):
+        assert next(iter(found)) == token
+        assert params.logprobs is not None
+        assert params.logprobs <= len(found) <= params.logprobs + 1
+        assert all(given.logprob <= 0 and math.isfinite(given.logprob) for given in found.values())
+    prompts = [output.prompt_logprobs for output in outputs if output.prompt_logprobs is not None]
+    if params.prompt_logprobs is None:
+        assert not prompts
+    else:
+        assert len(prompts) == (1 if joined else len(outputs))
+        assert [None if each is None else next(iter(each)) for each in prompts[-1]] == [None, *PROMPT[1:]]
+    if params.allowed_token_ids:
+        assert set(ids) <= set(params.allowed_token_ids)
+    assert 198 not in ids or not params.bad_words
+
+
+def test_every_pair_ends_normally_or_is_refused() -> None:
+    driver = Driver(dense().engine(depth=2, tokens=48, rows=16, device="deferred_cpu", policy="priority"))
+    pairs = list(combinations(OPTIONS, 2))
+    asked: dict[str, SamplingParams] = {}
+    for pair in pairs:
+        values, more = merged(pair)
+        if pair in REFUSED:
+            with pytest.raises(RequestError, match=r"stop: .*detokenize"):
+                SamplingParams(**values)
+            continue
+        asked[" and ".join(pair)] = params = SamplingParams(**values)
+        driver.add(" and ".join(pair), PROMPT, params, **more)
+    while driver.engine.has_unfinished():
+        driver.receive(driver.engine.step())
+    for name, params in asked.items():
+        check(driver, name, params)
+    assert len(asked) + len(REFUSED) == len(pairs) == 231
+    EngineProbe(driver).assert_clean()
+
+
+@pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs", "salt", "priority"])
+def test_what_only_reports_changes_no_token(name: str) -> None:
+    """Beside each other option: greedy, or drawn from the same seed."""
+    driver = Driver(dense().engine(depth=2, rows=16, device="deferred_cpu"))
+    for other in OPTIONS:
+        for label, pair in (("alone", (other, other)), ("too", (name, other))):
+            values, more = merged(pair)
+            params = SamplingParams(**({"seed": 5} | values | {"output_kind": "final_only"}))
+            driver.add(f"{other} {label}", PROMPT, params, **more)
+    while driver.engine.has_unfinished():
+        driver.receive(driver.engine.step())
+    for other in OPTIONS:
+        alone, both = driver.result(f"{other} alone"), driver.result(f"{other} too")
+        assert (list(alone.token_ids), alone.text) == (list(both.token_ids), both.text), other
+        assert (alone.finish_reason, alone.stop_reason) == (both.finish_reason, both.stop_reason)

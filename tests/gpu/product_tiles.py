@@ -1,0 +1,165 @@
+"""The products of a decode step, and the tiles that are worth a try for each: what `bench_products.py` sweeps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from modelrunner.kernels.linear.plan import Gemv, Stream, Tiles, plan
+
+BYTES_PER_US = 4.29e6
+Config = Gemv | Tiles | Stream | None
+SHARED = (112_000, 224_000)  # bytes of shared memory that a program's pipeline may fill: with two programs a multiprocessor, and with one
+
+
+@dataclass(frozen=True)
+class Product:
+    """kind: plain, norm, add or gated. outputs: of gate and up each."""
+
+    name: str
+    kind: str
+    outputs: int
+    inner: int
+
+    @property
+    def weight_shape(self) -> tuple[int, int]:
+        return (self.outputs * (2 if self.kind == "gated" else 1), self.inner)
+
+    @property
+    def floor(self) -> float:
+        return 2 * self.weight_shape[0] * self.inner / BYTES_PER_US
+
+
+@dataclass(frozen=True)
+class Model:
+    name: str
+    layers: int  # that are timed
+    scale: float  # all layers over these
+    products: tuple[Product, ...]  # qkv, o, gate_up, down, head
+
+
+def model(name: str, layers: int, scale: float, hidden: int, heads: int, qkv: int, inner: int, vocab: int) -> Model:
+    layer = (("qkv", "norm", qkv, hidden), ("o", "add", hidden, heads), ("gate_up", "gated", inner, hidden), ("down", "add", hidden, inner))
+    return Model(name, layers, scale, tuple(Product(*shape) for shape in (*layer, ("head", "plain", vocab, hidden))))
+
+
+MODELS = {
+    "0.6b": model("0.6b", 28, 1, 1024, 2048, 4096, 3072, 151936),
+    "8b": model("8b", 8, 36 / 8, 4096, 4096, 6144, 12288, 151936),
+    "dry": model("dry", 2, 1, 64, 64, 96, 96, 128),
+}
+# bn, bk, warps
+GEMVS = [(bn, bk, warps) for bk, warps in ((256, 1), (512, 1), (512, 2), (1024, 2), (1024, 4), (2048, 4)) for bn in (1, 2, 4, 8)]
+# bn, bk, warps, stages (1: all weights held), fewest rows
+TILES = [
+    (64, 128, 4, 1, 1), (64, 256, 4, 1, 1), (128, 128, 8, 1, 1), (64, 128, 4, 3, 33), (64, 64, 4, 6, 33), (128, 64, 8, 4, 65),
+    (32, 128, 4, 4, 65),
+]  # fmt: skip
+SPLITS = (1, 2, 4, 6, 8, 12)
+
+
+def fits(config: Tiles, product: Product, rows: int) -> bool:
+    """In shared memory and registers, with neither too few nor too many programs."""
+    parts, norm = (2 if product.kind == "gated" else 1), product.kind in ("norm", "gated")
+    programs = product.outputs // config.bn * config.split * -(-rows // config.bt)
+    if product.inner % (config.bk * config.split) or not 60 <= programs <= 300:
+        return False
+    length = product.inner // config.split
+    if config.stages == 1:
+        held = 2 * config.bn * parts * length
+        return length // config.bk <= 8 and held <= 132_000 and 2 * (config.bn * parts + config.bt) * length < 200_000
+    return length >= 2 * config.bk and 2 * config.stages * config.bk * (config.bn * parts + config.bt * (1 + norm)) <= 200_000
+
+
+# Columns fetched before they are copied, and how many at a time; 1: as many as are copied.
+FETCHES = ((0, 0), (256, 0), (512, 0), (1024, 0), (2048, 0), (512, 1), (1024, 1))
+
+
+def streams(product: Product, rows: int) -> Iterator[Stream]:
+    """Tiles of `stream_kernel` in about one wave of programs, with a pipeline that fills half of the shared memory or all of it."""
+    parts, bt = (2 if product.kind == "gated" else 1), min(128, max(16, 1 << (rows - 1).bit_length()))
+    for split in (1, 2, 3, 4):
+        for bk in (64, 128, 256):
+            programs, stage = product.outputs // 64 * split * -(-rows // bt), 2 * bk * (64 * parts + bt)
+            if product.inner % (bk * split) == 0 and 90 <= programs <= 260:
+                for stages in {min(8, shared // stage) for shared in SHARED}:
+                    if stages >= 3:
+                        yield from fetches(Stream(bt, 64, bk, split, 4, stages), product.inner // split)
+
+
+def fetches(tiles: Stream, length: int) -> Iterator[Stream]:
+    """Ways to fetch weights into the L2 cache. length: columns of a program."""
+    for ahead, chunk in FETCHES[1:]:
+        if ahead <= length:
+            yield replace(tiles, ahead=ahead, chunk=tiles.bk * chunk)
+
+
+def together(products: tuple[Product, ...], rows: int) -> Iterator[tuple[str, dict[str, Stream]]]:
+    """For all products of a layer at once: pipelines of half or all of the shared memory, with each way to fetch ahead."""
+    for shared in SHARED:
+        for ahead, chunk in FETCHES:
+            found = {}
+            for p in products:
+                parts, bt = (2 if p.kind == "gated" else 1), min(128, max(16, 1 << (rows - 1).bit_length()))
+                bk = max(k for k in (64, 128, 256) if k == 64 or 2 * k * (64 * parts + bt) * 4 <= shared)
+                least = 90 if shared == SHARED[1] else 128
+                split = next((n for n in (1, 2, 3, 4) if p.outputs // 64 * n >= least and p.inner % (n * bk) == 0), 4)
+                stages = min(8, shared // (2 * bk * (64 * parts + bt)))
+                found[p.name] = Stream(bt, 64, bk, split, 4, stages, min(ahead, p.inner // split), bk * chunk)
+            yield f"{shared} a{ahead}{'/k' * chunk}", found
+
+
+def heads(rows: int) -> list[Config]:
+    """For a head: many more programs than run at once."""
+    if rows <= 4:
+        return []
+    bt = min(128, max(16, 1 << (rows - 1).bit_length()))
+    shapes = [(64, 64, 4, 0), (64, 128, 4, 0), (64, 128, 4, 1), (128, 64, 4, 0), (128, 64, 8, 1), (128, 128, 8, 1), (256, 64, 8, 1)]
+    return [
+        Stream(bt, bn, bk, 1, warps, min(8, SHARED[place] // (2 * bk * (bn + bt))))
+        for bn, bk, warps, place in shapes
+        if bn * bt // (warps * 32) <= 128 and (warps == 4 or bt >= 64)
+    ]
+
+
+def candidates(product: Product, rows: int) -> Iterator[Config]:
+    """Configurations worth a try."""
+    if rows <= 4:
+        for bn, bk, warps in GEMVS:
+            registers = product.weight_shape[0] // product.outputs * bn * product.inner / (warps * 64)
+            if bk <= product.inner and 24 <= registers <= 128 and 128 <= product.outputs // bn <= 1100:
+                yield Gemv(bn, bk, warps)
+        return
+    if product.weight_shape[0] * product.inner >= 2**23:
+        yield from streams(product, rows)
+    if product.weight_shape[0] * product.inner >= 2**26:
+        return
+    for bt in {min(top, max(16, 1 << (rows - 1).bit_length())) for top in (32, 64)}:
+        for bn, bk, warps, stages, least in TILES:
+            tiles = [Tiles(bt, bn, bk, split, warps, stages) for split in SPLITS if rows >= least]
+            yield from (config for config in tiles if fits(config, product, rows))
+
+
+def variants(config: Config, product: Product) -> list[Config]:
+    """Of the best: the norm apart, another early fetch."""
+    if isinstance(config, Stream):
+        return [replace(config, ahead=columns) for columns in (config.ahead // 2, config.ahead * 2) if columns >= config.chunk]
+    if not isinstance(config, Tiles):
+        return []
+    apart = [replace(config, fused_norm=False)] if product.kind in ("norm", "gated") else []
+    return [*apart, *([replace(config, warm=not config.warm)] if config.stages > 1 else [])]
+
+
+def default(product: Product, rows: int) -> Config:
+    return plan(rows, product.outputs, product.inner, 16, product.kind == "gated", product.kind in ("norm", "gated"), False)
+
+
+def short(config: Config) -> str:
+    if config is None:
+        return "cuBLAS"
+    if isinstance(config, Gemv):
+        return f"gemv {config.bn}x{config.bk} w{config.warps}"
+    if isinstance(config, Stream):
+        return f"stream {config.bn}x{config.bk}/{config.split} t{config.bt} w{config.warps} s{config.stages} a{config.ahead}/{config.chunk}"
+    marks = ("" if config.fused_norm else " norm apart") + ("" if config.warm else " cold")
+    return f"tile {config.bn}x{config.bk}/{config.split} t{config.bt} w{config.warps} s{config.stages}{marks}"
