@@ -214,7 +214,9 @@ class MayBeDeterministic(Protocol):
     deterministic: bool
 
 
-def require_deterministic(settings: RunnerSettings, component: MayBeDeterministic, what: str, setting: str) -> None:
+def require_deterministic(
+    settings: RunnerSettings, component: MayBeDeterministic | type[AttentionBackend], what: str, setting: str
+) -> None:
     """Raise SettingsError if the mode is on and the component cannot be so. setting: by which another is taken."""
     if settings.device.deterministic and not component.deterministic:
         raise SettingsError(

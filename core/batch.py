@@ -63,7 +63,7 @@ class Record(IntEnum):
     GENERATION = 1
     NUM_TOKENS = 2  # tokens sampled in the step: 0 for a chunk that is not the last, or a finished row
     FINISH = 3
-    LOGPROB = 4  # offset into the step's log-prob buffer, -1 for none
+    LOGPROB = 4  # -1: log-probs leave by a ring of their own (`step_logprobs`)
     TOKENS = 5
 
 

@@ -30,6 +30,7 @@ from modelrunner.choices import Choices, choices_of
 from modelrunner.errors import CapacityWarning, EngineError, PluginWarning, RequestError, warn_caller
 from modelrunner.guides import End
 from modelrunner.logprobs import keep_logprobs
+from modelrunner.memory_profile import weight_bytes
 from modelrunner.model_state import No
 from modelrunner.outputs import OutputProcessor
 from modelrunner.page_pool import PagePool
@@ -39,6 +40,7 @@ from modelrunner.scheduler import Scheduler
 from modelrunner.settings import RunnerSettings
 from modelrunner.step_books import Committed
 from modelrunner.text import Tokenizer
+from modelrunner.token_budget import usual_context
 from modelrunner.watch import Watch
 from modelrunner.weights import load_tensors
 
@@ -85,6 +87,7 @@ class Engine:
             max_rows=scheduler.max_rows,
             max_batched_tokens=scheduler.max_batched_tokens,
             max_mixed_tokens=scheduler.max_mixed_tokens,
+            usual_context=usual_context(weight_bytes(parts.state.module), parts.layouts, parts.resolved.page_bytes),
             max_model_len=parts.resolved.max_model_len,
             policy=scheduler.policy,
             chunked_prefill=scheduler.chunked_prefill,

@@ -112,7 +112,6 @@ class Guides:
         self._compiler = Compiler(backend, threads=settings.compile_threads, kept=settings.kept_grammars)
         self._compiling: dict[Request, Job] = {}
         self._late: deque[Request] = deque()  # have a new token and no mask for the next one
-        self._ends: list[End] = []
 
     def open(self, request: Request) -> None:
         """Give a request that asks for structured output its guide. Raises RequestError for too large a grammar, or without a backend."""
@@ -205,10 +204,11 @@ class Guides:
                 request.finish_reason = "stop"
 
     def fill(self, scheduler: Scheduler, seconds: float | None) -> list[End]:
-        """Make the masks that are missing, those of `seconds` (None: all). Returns requests that end by their grammar."""
+        """Make the masks that are missing, until `seconds` have passed (None: all), at least one. Returns requests that end by their
+        grammar."""
         ends = []
         stop = None if seconds is None else time.perf_counter() + seconds
-        while self._late and (stop is None or time.perf_counter() < stop):
+        while self._late:
             request = self._late.popleft()
             guide = request.guide
             if guide is None or guide.matcher is None:
@@ -218,6 +218,8 @@ class Guides:
                 scheduler.ready(request)
             else:
                 ends.append(end)
+            if stop is not None and time.perf_counter() >= stop:
+                break
         return ends
 
     def _advance(self, request: Request, tokens: Int32Array) -> End | None:

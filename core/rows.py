@@ -176,7 +176,7 @@ class HostRows:
         if decode.size > budget.most:  # those that waited longest
             decode = decode[np.argsort(self.last_ticket[decode], kind="stable")[: budget.most]]
         prefill, pending = running[pending > 1], pending[pending > 1]
-        tokens = budget.tokens(decode.size, prefill.size + waiting)
+        tokens = budget.tokens(decode.size, prefill.size + waiting, int(self.computed_upper[decode].sum()))
         chunk = np.clip(tokens - decode.size - (np.cumsum(pending) - pending), 0, pending).astype(np.int32)
         counts = np.concatenate([np.ones(decode.size, np.int32), chunk[chunk > 0]])
         return np.concatenate([decode, prefill[chunk > 0]]), counts, int(decode.size)

@@ -33,7 +33,8 @@ class Scheduler:
 
     row_values: plain and seated column values of a request, by column name (a seated column's value is its elements).
     on_admit(row, request, resumed) gives further values, on_remove tells that the request left the row. seats: capacity of each seated
-    column. max_batched_tokens, max_mixed_tokens: see `TokenBudget`; the latter only with chunked prefill. depth: steps in flight at most.
+    column. max_batched_tokens, max_mixed_tokens, usual_context: see `TokenBudget`; the latter two only with chunked prefill. depth: steps
+    in flight at most.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Scheduler:
         max_batched_tokens: int,
         max_model_len: int,
         max_mixed_tokens: int | None = None,
+        usual_context: int | None = None,
         policy: Literal["fcfs", "priority"] = "fcfs",
         chunked_prefill: bool = True,
         prefix_caching: bool = True,
@@ -67,7 +69,7 @@ class Scheduler:
             chunked=chunked_prefill, caching=prefix_caching, cache_seed=cache_seed,
         )  # fmt: skip
         self._builder = builder
-        self._budget = TokenBudget(max_batched_tokens, max_mixed_tokens if chunked_prefill else None)
+        self._budget = TokenBudget(max_batched_tokens, max_mixed_tokens if chunked_prefill else None, usual_context)
         self._clock = clock
         self._deadlines = Deadlines()
         self._running: Int32Array = np.empty(0, np.int32)  # rows of running requests, in order of admission
@@ -204,7 +206,8 @@ class Scheduler:
             if self._in_flight:
                 return Drain(f"{missing} cache pages are needed and {self.pool.available} available")
             self._preempt(self._victim())
-        tokens = self._budget.tokens(num_decode, rows.size - num_decode + len(self.admission.queue))
+        cached = int(self._rows.computed_upper[rows[:num_decode]].sum())
+        tokens = self._budget.tokens(num_decode, rows.size - num_decode + len(self.admission.queue), cached)
         draft = Draft(self._builder(), tokens, num_decode)
         draft.grow(self._rows, rows, deficits, self.pool)
         self.num_held = int(self._rows.held.sum()) if self._rows.num_guided else 0

@@ -135,8 +135,9 @@ class SchedulerSettings(Section):
     """Most tokens that one step computes, over all requests."""
 
     max_mixed_tokens: int = Field(default=512, ge=1, le=2**20)
-    """The same for a step in which at least four requests decode for each pending prompt, so that a long prompt does not hold them up; half
-    of it goes to prompts in any case, and without chunked_prefill it has no effect."""
+    """The same for a step in which at least four requests decode for each pending prompt, so that a long prompt does not hold them up. It
+    grows in proportion where these read more than six times the weights' bytes of the cache; half of it goes to prompts in any case, and
+    without chunked_prefill it has no effect."""
 
     policy: Literal["fcfs", "priority"] = "fcfs"
     """Order of admission: fcfs is first come, first served; priority takes the lowest priority number first, then the first come."""
@@ -163,7 +164,7 @@ class LinearSettings(Section):
     """How the weights of linear layers are stored and applied."""
 
     scheme: str = Field(default="auto", min_length=1)
-    """Name of a linear scheme offer (plain, packed, int8, or a plugin's); auto is packed for 16-bit weights on an x86 CPU, else plain."""
+    """Name of a linear scheme offer (plain, packed, int8, or a plugin's); auto is packed for float weights on an x86 CPU, else plain."""
 
 
 class SamplerSettings(Section):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from modelrunner.kernels.attention.prefill import prefill_attention, prefill_row
 from modelrunner.kernels.attention.prefill_list import PrefillConfig, choose_prefill, gathered_config, prefill_tiles, sort_tiles
 from modelrunner.kernels.attention.rope_write import norm_rotate_write, qkv_rope_write
 from modelrunner.kernels.attention.scaled import FLOAT8_SINCE
+from modelrunner.kernels.attention.stream import decode_stream, stream_rows
 from modelrunner.kernels.attention.work_list import (
     AttentionWork,
     attention_index,
@@ -40,7 +42,10 @@ def indexed_attention(
     if q.stride(2) != 1:
         q = q.contiguous()
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    decode_rows(q, cache, out, index, scale, softcap, sinks, None, scales)
+    if index.decode.config.stream and scales is None:
+        stream_rows(q, cache, out, index, scale, softcap, sinks)
+    else:
+        decode_rows(q, cache, out, index, scale, softcap, sinks, None, scales)
     if index.prefill is not None:
         rows = prefill_rows if index.prefill.keys is None else gathered_rows
         rows(q, cache, out, index, scale, softcap, sinks, scales)
@@ -137,6 +142,9 @@ FIXED: dict[str, Callable[..., Any]] = {
 }
 
 
+choose_few = partial(choose_prefill, few=True)
+
+
 def _decode_build(kind: str, group: int, dim: int, rows: int, queries: int = 1, fused: bool = False, kept: str = "") -> Build:
     """kept: the cache's type, where it is scaled."""
     config = choose_decode(rows, dim, torch.float32 if kind == "fp32" else torch.bfloat16)
@@ -160,6 +168,10 @@ def _decode_build(kind: str, group: int, dim: int, rows: int, queries: int = 1, 
     }
     spill = 16 if fused else 0  # outside the loop: A100's compiler prefers them to a lower occupancy
     signature = _signature(kind, kept)
+    if config.stream and not kept:
+        constants = {name: value for name, value in constants.items() if name in decode_stream.arg_names} | {"GPU": True}
+        plain = {name: value for name, value in _PLAIN.items() if name in decode_stream.arg_names}
+        return Build(decode_stream, signature, constants | plain, config.num_warps, config.num_stages, spill, _STEPS)
     return Build(decode_attention, signature, constants | _PLAIN, config.num_warps, config.num_stages, spill, _STEPS, _capabilities(kept))
 
 
@@ -178,7 +190,7 @@ def _prefill_build(kind: str, group: int, dim: int, choose: Callable[..., Prefil
         "IN_HALF": (kind, kept) == ("bf16", "fp8e4nv"),
     }
     # Outside the loops; outputs of 128 x 256 take half of the registers. Four warps of the fixed tiles hold more each.
-    spill = 320 if dim > 128 else 64 if choose is fixed_config else 16
+    spill = 320 if dim > 128 else 16 if choose is choose_prefill else 64
     signature = _signature(kind, kept)
     return Build(prefill_attention, signature, constants | _PLAIN, config.num_warps, config.num_stages, spill, _STEPS, _capabilities(kept))
 
@@ -241,7 +253,7 @@ def _list_builds() -> list[Build]:
 _STEPS = ("q_token", "q_head", "table_row", "page_rows", "cos_sin_token")
 _PLAIN = {"HAS_SOFTCAP": False, "HAS_WINDOW": False, "HAS_SINKS": False, "PDL": True}
 BUILDS = [
-    *[_decode_build("bf16", 2, 128, rows) for rows in (1, 8, 128)],
+    *[_decode_build("bf16", 2, 128, rows) for rows in (1, 8, 128, 1024)],
     *[_decode_build("bf16", 2, 128, rows, fused=True) for rows in (1, 8, 32)],
     _decode_build("bf16", 4, 128, 8, fused=True),
     *[_decode_build("bf16", 3, 64, rows) for rows in (1, 128)],
@@ -253,6 +265,7 @@ BUILDS = [
     _decode_build("fp32", 3, 64, 1),
     *[_prefill_build("bf16", group, dim) for group, dim in ((2, 128), (3, 64), (2, 256))],
     _prefill_build("fp32", 3, 64),
+    *[_prefill_build("bf16", group, dim, choose_few) for group, dim in ((2, 128), (3, 64))],
     *[_prefill_build("bf16", group, dim, fixed_config) for group, dim in ((2, 128), (3, 64), (2, 256))],
     _qkv_build("bf16", 16, 8, 128, 4, True),
     _qkv_build("bf16", 16, 8, 128, 16, True),

@@ -14,6 +14,7 @@ from modelrunner.kernels.attention.device import dependent_launch, next_power_of
 ITEM = 8  # int32 words of an item, see the kernels
 MAX_BLOCK = 1024  # items written at a time
 MIXED_ROWS = 1024  # of a list of a step with prompts, at least: such steps have any number of rows, and each power of two is a build
+USUAL_QUERIES = 128  # times grouped heads, of a tile
 GATHER_QUERIES = 2048  # of the longest prompt, from which on gathering was measured to pay
 _ANY_SIZE = ("num_rows", "num_tokens", "window")  # no build for each kind of number
 GATHER_BYTES = 512 << 20  # of gathered keys and values; beyond it they are read from their pages
@@ -144,11 +145,14 @@ def sort_tiles(sorted_ptr, tiles_ptr, count_ptr, BLOCK: tl.constexpr, BLOCK_OTHE
 
 
 @lru_cache(maxsize=256)
-def choose_prefill(head_dim: int, dtype: torch.dtype) -> PrefillConfig:
+def choose_prefill(head_dim: int, dtype: torch.dtype, few: bool = False) -> PrefillConfig:
+    """few: the usual tiles would leave multiprocessors without work, so they are smaller."""
     if dtype == torch.float32:
         return PrefillConfig(block_queries=32, block_keys=32, num_warps=4, num_stages=2, programs=2)
     if head_dim > 128:
         return PrefillConfig(block_queries=128, block_keys=32, num_warps=8, num_stages=2, programs=1)
+    if few:
+        return PrefillConfig(block_queries=64, block_keys=64, num_warps=4, num_stages=3, programs=2)
     if head_dim <= 64:
         return PrefillConfig(block_queries=128, block_keys=64, num_warps=8, num_stages=3, programs=2)
     return PrefillConfig(block_queries=128, block_keys=64, num_warps=8, num_stages=3, programs=1)

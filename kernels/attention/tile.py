@@ -70,3 +70,10 @@ def wait_in_loop():
     so would not pipeline the loop.
     """
     tl.inline_asm_elementwise("griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def threads_meet(GPU: tl.constexpr):
+    """A barrier for loops that are pipelined: with the compiler's own in them they would not be. GPU: False in the interpreter."""
+    if GPU:
+        tl.inline_asm_elementwise("bar.sync 0; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)

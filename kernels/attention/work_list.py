@@ -17,12 +17,13 @@ import torch
 import triton
 import triton.language as tl
 
-from modelrunner.kernels.attention.device import next_power_of_2
+from modelrunner.kernels.attention.device import next_power_of_2, processors
 from modelrunner.kernels.attention.index import rows_per_page
 from modelrunner.kernels.attention.prefill_list import (
     ITEM,
     MAX_BLOCK,
     MIXED_ROWS,
+    USUAL_QUERIES,
     PrefillConfig,
     PrefillList,
     choose_gathered,
@@ -40,7 +41,7 @@ class DecodeConfig:
     """chunk: keys of an item, a multiple of block_keys, which are attended to at a time. programs: per multiprocessor.
 
     fused: rotation and cache write of a row's one new token are part of its attention. hold: where they are not, the first block of keys is
-    in registers before the queries are there.
+    in registers before the queries are there. stream: a program reads the keys of its items without a pause, see `stream.py`.
     """
 
     chunk: int
@@ -50,6 +51,7 @@ class DecodeConfig:
     programs: int
     hold: bool = False
     fused: bool = False
+    stream: bool = False
 
 
 @dataclass(frozen=True)
@@ -213,7 +215,8 @@ def build_work(
     decode = _decode_list(config, shape, query_start, query_len, seq_len, max_seq_len, window, MIXED_ROWS if mixed else 1)
     if mixed:
         bounds = (num_decode, decode_query, num_tokens, max_seq_len, window)
-        prefill = prefill_list(prefill_config or choose_prefill(head_dim, dtype), group, bounds, query_start, query_len, seq_len)
+        few = -(-num_tokens * group // USUAL_QUERIES) * num_kv_heads < processors(cache.device)
+        prefill = prefill_list(prefill_config or choose_prefill(head_dim, dtype, few), group, bounds, query_start, query_len, seq_len)
     return AttentionWork(num_kv_heads, rows_per_page(cache), window, slots, block_table, decode, prefill)
 
 
@@ -225,8 +228,10 @@ def choose_decode(num_rows: int, head_dim: int, dtype: torch.dtype) -> DecodeCon
     """
     if dtype == torch.float32:
         return DecodeConfig(chunk=128, block_keys=32, num_warps=4, num_stages=2, programs=2)
-    if num_rows > 32:
+    if num_rows > 512:  # many units a program, which by themselves do not all end at once
         return DecodeConfig(chunk=1024, block_keys=32, num_warps=2, num_stages=4, programs=4)
+    if num_rows > 32:
+        return DecodeConfig(chunk=1024, block_keys=32, num_warps=2, num_stages=3, programs=4, stream=True)
     chunk = 64 if num_rows <= 2 else 128 if num_rows <= 4 else 256 if num_rows <= 8 else 384 if num_rows <= 16 else 1024
     stages = 2 if num_rows <= 2 else 3 if num_rows <= 8 else 4
     return DecodeConfig(chunk, 32 if head_dim > 128 else 64, 4, stages, programs=2, hold=num_rows <= 4, fused=True)

@@ -13,7 +13,7 @@ from modelrunner.kernels.linear.fixed import SUM_BLOCK as FIXED_SUM_BLOCK
 from modelrunner.kernels.linear.fixed import fixed_int8_matmul, fixed_kernel, fixed_matmul, fixed_sum_kernel, fixed_tiles
 from modelrunner.kernels.linear.gemv import gemv_kernel
 from modelrunner.kernels.linear.launch import SUM_BLOCK
-from modelrunner.kernels.linear.plan import Gemv, Stream, plan
+from modelrunner.kernels.linear.plan import Gemv, Stream, added, plan
 from modelrunner.kernels.linear.products import int8_matmul, matmul, matmul_add, norm_gated_matmul, norm_matmul
 from modelrunner.kernels.linear.stream import stream_kernel
 from modelrunner.kernels.linear.tiles import sum_kernel, tile_kernel
@@ -36,6 +36,8 @@ def builds(kind: str, rows: int, outputs: int, inner: int, dtype: str = "bf16") 
     act = SILU if kind == "gated" else 0
     norm, bits = kind in ("norm", "gated"), 16 if dtype != "fp32" else 32
     tiles = plan(rows, outputs, inner, bits, act != 0, norm, dtype == "fp16", kind != "int8")
+    if tiles is None and kind == "add":
+        tiles = added(rows, outputs, inner, bits)
     if tiles is None:
         return []
     if isinstance(tiles, Stream):
@@ -64,7 +66,8 @@ def builds(kind: str, rows: int, outputs: int, inner: int, dtype: str = "bf16") 
         kernel = (tile_kernel, signature, none | common | constants, way.warps, way.stages)
         found.append(Build(*kernel, 16, divisible=_DIVISIBLE, capabilities=capabilities))
     if split > 1:
-        constants = {"BLOCK_K": triton.next_power_of_2(inner), "BLOCK": SUM_BLOCK} | ({} if "norm_ptr" in given else {"x_ptr": None})
+        none = {name: None for name in none if name in ("scale_ptr", "residual_ptr")} | ({} if "norm_ptr" in given else {"x_ptr": None})
+        constants = {"BLOCK_K": triton.next_power_of_2(inner), "BLOCK": SUM_BLOCK}
         # A100's compiler spills a little where eight parts of gate and up meet the norm.
         found.append(Build(sum_kernel, signature, none | common | constants, 2, max_spill_bytes=32, divisible=_DIVISIBLE))
     return found
@@ -80,7 +83,7 @@ def _stream_builds(tiles: Stream, kind: str, inner: int, dtype: str) -> list[Bui
     common: dict[str, Any] = {"K": inner, "SPLIT": tiles.split, "ACT": act, "PDL": True}
     constants = {"BT": tiles.bt, "BN": tiles.bn, "BK": tiles.bk, "AHEAD": tiles.ahead, "CHUNK": tiles.chunk} | dict.fromkeys(none)
     shape = (tiles.warps, tiles.stages)
-    found = [Build(stream_kernel, signature, common | constants, *shape, divisible=_DIVISIBLE, capabilities=(90, 100))]
+    found = [Build(stream_kernel, signature, common | constants, *shape, 16, divisible=_DIVISIBLE, capabilities=(90, 100))]
     if split:
         given = {"part_ptr": "*fp32", "out_ptr": f"*{dtype}"} | ({"residual_ptr": f"*{dtype}"} if kind == "add" else {})
         absent = {name: None for name in ("x_ptr", "scale_ptr", "residual_ptr") if name not in given}
@@ -91,7 +94,7 @@ def _stream_builds(tiles: Stream, kind: str, inner: int, dtype: str) -> list[Bui
 
 BUILDS: list[Build] = [
     build
-    for rows in (1, 4, 16, 32, 64, 128)
+    for rows in (1, 4, 16, 32, 64, 128, 192, 256)
     for kind, outputs, inner in [
         ("norm", 4096, 1024),  # Qwen3-0.6B: qkv, o, gate and up, down, head
         ("add", 1024, 2048),

@@ -7,6 +7,8 @@ from functools import cache
 
 GEMV_ROWS = 2  # beyond, tensor cores
 TILE_ROWS = 128  # beyond, the vendor's library
+ADDED_ROWS = 256  # the same for a product that is added to a residual,
+SMALL = 2**22  # and has no more weights
 PROGRAMS = 128  # that keep the GPU busy
 LARGE = 2**24  # weights from which on the vendor's library reads them as fast, but for tall products of few outputs
 HELD = 2**17  # bytes of weights that a program holds in shared memory
@@ -169,3 +171,13 @@ def _split(inner: int, most: int) -> int:
     while 2 * split <= most and inner >= 256 * split:
         split *= 2
     return split
+
+
+@cache
+def added(rows: int, outputs: int, inner: int, bits: int) -> Tiles | None:
+    """`plan` of a product of more than TILE_ROWS rows that is added to a residual; None: the vendor's library, which first copies that."""
+    if not TILE_ROWS < rows <= ADDED_ROWS or bits != 16 or inner % 64 or outputs * inner > SMALL:
+        return None
+    if rows > 192 and inner > 2048:
+        return Tiles(128, 64, 128, 4, 4, 3, warm=False)
+    return Tiles(64, 64, 64, 1 if rows > 192 else 2, 4, 6, warm=False)

@@ -9,7 +9,7 @@ from torch.nn.functional import linear
 
 from modelrunner.kernels.activation.gated import GELU_TANH, SILU, gelu_tanh_mul, silu_mul
 from modelrunner.kernels.linear.launch import PLAIN, Extras, run
-from modelrunner.kernels.linear.plan import TILE_ROWS, Gemv, Stream, Tiles, plan
+from modelrunner.kernels.linear.plan import TILE_ROWS, Gemv, Stream, Tiles, added, plan
 from modelrunner.kernels.linear.reference import int8_matmul as reference_int8_matmul
 from modelrunner.kernels.norm.rows import rms_norm
 from modelrunner.kernels.pdl import pdl
@@ -42,6 +42,8 @@ def matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def matmul_add(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
     """residual + x @ weight.T, rounded once. x: [T, K]; weight: [N, K]; residual: [T, N]."""
     tiles = _choose(x, weight, weight.shape[0], False, False) if residual.stride(-1) == 1 else None
+    if tiles is None and x.stride(1) == residual.stride(-1) == 1 and weight.is_contiguous() and x.dtype == weight.dtype:
+        tiles = added(x.shape[0], *weight.shape, 8 * x.element_size())
     if tiles is None:
         return torch.addmm(residual, x, weight.t())
     return run(tiles, x, weight, Extras(residual=residual))

@@ -114,7 +114,7 @@ def generate(llm: Any, prompts: Sequence[str | list[int]], params: SamplingParam
 def show_json(outputs: Sequence[RequestOutput]) -> None:
     for output in outputs:
         choice = output.outputs[0]
-        line = {
+        line: dict[str, Any] = {
             "prompt_token_ids": list(output.prompt_token_ids),
             "token_ids": list(choice.token_ids),
             "text": choice.text,
@@ -124,7 +124,7 @@ def show_json(outputs: Sequence[RequestOutput]) -> None:
             line["logprobs"] = [entries(found) for found in choice.logprobs]
             line["cumulative_logprob"] = choice.cumulative_logprob
         if output.prompt_logprobs is not None:
-            line["prompt_logprobs"] = [found and entries(found) for found in output.prompt_logprobs]
+            line["prompt_logprobs"] = [None if found is None else entries(found) for found in output.prompt_logprobs]
         print(json.dumps(line, allow_nan=False))
 
 

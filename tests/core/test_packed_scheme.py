@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from modelrunner import packed_scheme
+from modelrunner import LLM, SamplingParams, packed_scheme
 from modelrunner.assemble import Chooser, resolve_ops, settle
 from modelrunner.checkpoint import ModelCard
 from modelrunner.kernels.linear import fbgemm, onednn
@@ -16,6 +16,8 @@ from modelrunner.linear import Int8Scheme, Linear, LinearFactory, LinearScheme, 
 from modelrunner.ops import Ops
 from modelrunner.packed_scheme import PackedFloatScheme, PackedHalfScheme, PackedInt8Scheme
 from modelrunner.plugin_manager import PluginManager
+from modelrunner.testing import P
+from modelrunner.testing.tiny import tiny_dense
 
 pytestmark = pytest.mark.skipif(fbgemm.problem() is not None, reason=str(fbgemm.problem()))
 CPU = torch.device("cpu")
@@ -144,6 +146,7 @@ def test_float32_packs_large_layers_and_keeps_their_weights_as_they_are(monkeypa
 
 @needs_onednn
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="oneDNN's older kernels do not promise it")
+@pytest.mark.usefixtures("small_is_large")
 def test_float32_rows_are_the_same_whatever_stands_beside_them() -> None:
     layer, x = layer_of(PackedFloatScheme, torch.float32, 576, 2000), torch.randn(65, 576)
     layer.load(0, torch.randn(2000, 576))
@@ -158,7 +161,7 @@ class SmallNorm:
 
 
 @needs_onednn
-@pytest.mark.parametrize("large", [1, 1 << 20])
+@pytest.mark.parametrize("large", [1, packed_scheme.LARGE])
 def test_float32_products_with_what_stands_around_them_are_the_plain_schemes(large: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed_scheme, "LARGE", large)
     ops = all_ops()
@@ -195,3 +198,22 @@ def test_a_cpu_packs_floats_of_every_type_unless_told_otherwise() -> None:
     assert chosen(**{"model.dtype": "bfloat16"}) is PackedHalfScheme
     assert chosen(**{"linear.scheme": "int8"}) is PackedInt8Scheme
     assert chosen(**{"linear.scheme": "plain"}) is PlainScheme
+
+
+@needs_onednn
+def test_an_engine_with_packed_float32_says_what_plain_weights_say_after_new_ones_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_scheme, "LARGE", 1)
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
+    prompts = [P(length, length) for length in (3, 17, 40, 41)]
+    first, second = (tiny_dense(seed, tie_word_embeddings=True) for seed in (1, 2))
+    said = {}
+    for scheme in ("plain", "auto"):
+        settings = {"device.name": "cpu", "linear.scheme": scheme, "model.skip_tokenizer_init": True, "model.max_model_len": 64}
+        with LLM(str(first), **settings) as llm:
+            before = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+            llm.update_weights(str(second))
+            said[scheme] = before, [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+            packed = [layer for layer in llm.engine.runner.state.module.modules() if "storage" in layer.__dict__]
+            assert len(packed) == (0 if scheme == "plain" else 9), "four layers of each of two, and the head"
+    assert said["auto"] == said["plain"]
+    assert said["auto"][0] != said["auto"][1]

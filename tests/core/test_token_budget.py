@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 from scheduler_world import World, expect, prompt, request
 
+from modelrunner.model_state import FullAttention, SlidingWindow
+from modelrunner.page_pool import page_layout
 from modelrunner.request import Request
-from modelrunner.token_budget import TokenBudget
+from modelrunner.token_budget import TokenBudget, usual_context
 
 
 @pytest.mark.parametrize(
@@ -25,6 +27,36 @@ from modelrunner.token_budget import TokenBudget
 def test_tokens_of_a_step(num_decode: int, num_prompts: int, tokens: int) -> None:
     assert TokenBudget(100, 20).tokens(num_decode, num_prompts) == tokens
     assert TokenBudget(100, None).tokens(num_decode, num_prompts) == 100
+
+
+@pytest.mark.parametrize(("cached", "tokens"), [(0, 512), (1000, 512), (1500, 768), (8000, 4096), (10**6, 16384)])
+def test_rows_that_read_much_share_longer_steps_with_prompts(cached: int, tokens: int) -> None:
+    assert TokenBudget(16384, 512, 1000).tokens(64, 1, cached) == tokens
+    assert TokenBudget(16384, 512).tokens(64, 1, cached) == 512
+    assert TokenBudget(16384, 512, 1000).tokens(64, 17, cached) == 16384
+
+
+def test_what_a_model_usually_reads() -> None:
+    """Six times its weights, of the groups that see all tokens: 2 layers of 2 x 4 x 8 elements of 2 bytes, 256 bytes a token."""
+    full = FullAttention(name="full", layers=(0, 1), num_heads=4, num_kv_heads=4, head_dim=8, scale=1.0)
+    window = SlidingWindow(name="near", layers=(2, 3), num_heads=4, num_kv_heads=4, head_dim=8, scale=1.0, window_size=16)
+    page_bytes, layouts = page_layout([full, window], 16, itemsize=2)
+    assert usual_context(25_600, layouts, page_bytes) == 600
+    assert usual_context(25_600, layouts[1:], page_bytes) is None
+    assert usual_context(1, layouts, page_bytes) == 1
+
+
+@pytest.mark.parametrize("usual", [None, 4])
+def test_the_scheduler_counts_cached_tokens(usual: int | None) -> None:
+    """Four rows of more than 8 tokens read eight times what is usual."""
+    world = World(budget=64, depth=1, max_rows=6, pages=60, options={"max_mixed_tokens": 6, "usual_context": usual})
+    early = [request(f"r{k}", prompt(8, k), 30) for k in range(4)]
+    late = request("c", prompt(30, 3), 2)
+    steps = run(world, early, late, after=4)
+    beside = [tokens for rows, tokens in steps[1:] if tokens]
+    assert beside == ([3] * 10 if usual is None else [30])
+    for each in (*early, late):
+        expect(each)
 
 
 def run(world: World, requests: list[Request], late: Request, after: int) -> list[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""Compares configurations of decode attention inside a step's layers: `python3 -P tests/gpu/bench_decode.py [ROWS...]`.
+"""Compares configurations of decode attention inside a step's layers: `python3 -P tests/gpu/bench_decode.py [CASE...]`.
 
 A CUDA graph holds the 28 layers of a decode step of Qwen3-0.6B (projection, attention, output, and the two products of the gate), each of
 which waits for the one before; without attention in them they are the base line. So a configuration's figure is what attention, rotation
@@ -23,28 +23,27 @@ import torch
 from modelrunner.kernels.attention import gpu
 from modelrunner.kernels.attention.work_list import AttentionWork, DecodeConfig
 from modelrunner.kernels.linear import gpu as linear
+from modelrunner.plugins.bench.workloads import WORKLOADS
 
 DRY, DEVICE, DTYPE, HEADS, KV_HEADS, DIM = bench.DRY, bench.DEVICE, bench.DTYPE, bench.HEADS, bench.KV_HEADS, bench.DIM
 HIDDEN, INNER, LAYERS, BOUND = (32, 48, 2, 64) if DRY else (1024, 3072, 28, 4096)
 LENGTHS = {1: 1100, 2: 600, 4: 600, 8: 600, 16: 600, 24: 600, 32: 600, 48: 600, 64: 400, 128: 400, 256: 400, 1024: 290}
+OFFLINE = (20, 300, 600, 750, 900)  # steps after which the rows that `offline` has left are a case, too
 OPS = linear.OVERRIDES
 KEPT = torch.float8_e4m3fn if "--fp8" in sys.argv else None
 
 
-SHAPES = (64, 4, 3, 2), (64, 4, 4, 2), (32, 2, 4, 4)  # block_keys, warps, stages, programs a multiprocessor
-ONE = {  # launch: chunk, and which shape
-    1: [(64, 0), (128, 0)],
-    2: [(64, 0), (128, 0)],
-    4: [(64, 0), (128, 0), (192, 0)],
-    8: [(256, 0), (320, 0), (384, 0), (384, 1), (512, 0)],
-    16: [(384, 0), (512, 0), (640, 0), (1024, 0), (1024, 1)],
-    24: [(384, 0), (512, 0), (1024, 0), (512, 2), (1024, 2)],
-    32: [(384, 0), (640, 0), (1024, 0), (1024, 1)],
-    48: [(1024, 0), (512, 2)],
-    64: [(1024, 0), (512, 2)],
-    128: [(1024, 2)],
+FEW, MANY = (64, 4, 4, 2), (32, 2, 4, 4)  # block_keys, warps, stages, programs a multiprocessor
+ONE = {  # rows: chunk and shape, in one launch
+    1: [(64, FEW), (128, FEW)],
+    2: [(64, FEW), (128, FEW)],
+    4: [(64, FEW), (128, FEW), (192, FEW)],
+    8: [(256, FEW), (320, FEW), (384, FEW), (512, FEW)],
+    16: [(384, FEW), (512, FEW), (640, FEW), (1024, FEW)],
+    24: [(384, FEW), (512, FEW), (1024, FEW), (512, MANY), (1024, MANY)],
+    32: [(384, FEW), (640, FEW), (1024, FEW)],
 }
-TWO = {8: [(256, 0)], 16: [(384, 0)], 32: [(1024, 0)], 48: [(512, 2)], 64: [(512, 2)], 128: [(512, 2)]}  # launches
+STREAMS = [(chunk, 32, 2, stages, 4) for chunk in (512, 1024, 2048) for stages in (3, 4)]  # chunk and shape, for 8 rows and more
 
 
 EIGHT_BITS = {  # rows: chunk, block_keys, warps, stages, programs; one launch up to 32 rows
@@ -56,17 +55,31 @@ EIGHT_BITS = {  # rows: chunk, block_keys, warps, stages, programs; one launch u
 
 
 def configs(rows: int) -> list[DecodeConfig]:
+    """To compare; those of two launches are fused=False."""
     if KEPT is not None:
         return [DecodeConfig(*values, fused=rows <= 32) for values in EIGHT_BITS.get(rows, [])]
-    found = [(n, *SHAPES[i], False, True) for n, i in ONE.get(rows, [])] + [(n, *SHAPES[i]) for n, i in TWO.get(rows, [])]
-    return [DecodeConfig(*values) for values in found]
+    found = [DecodeConfig(chunk, *shape, fused=True) for chunk, shape in ONE.get(rows, [])]
+    if rows >= 8:
+        found += [DecodeConfig(*shape, stream=True) for shape in STREAMS]
+        found += [DecodeConfig(1024, *MANY), DecodeConfig(1024, 32, 2, 3, 4), DecodeConfig(1024, 32, 2, 3, 4, fused=True, stream=True)]
+    return found
+
+
+def lengths_of(case: str) -> list[int]:
+    """Tokens of each row. case: a number of rows, or "offline" and the steps that it has taken."""
+    if case.startswith("offline"):
+        steps = int(case.removeprefix("offline"))
+        return [len(job.prompt) + steps for job in WORKLOADS["offline"].jobs(0, 1000) if job.output > steps]
+    rows = int(case)
+    length = LENGTHS[rows]
+    return torch.randint(length * 3 // 4, length * 5 // 4 + 1, (rows,)).tolist() if rows > 1 else [length]
 
 
 class Layers:
-    """The weights and caches of some layers, and a step of `rows` rows of one new token each over them."""
+    """The weights and caches of some layers, and a step over them of one new token each of rows of so many tokens."""
 
-    def __init__(self, rows: int, length: int, layers: int = LAYERS) -> None:
-        lengths = torch.randint(length * 3 // 4, length * 5 // 4 + 1, (rows,)).tolist() if rows > 1 else [length]
+    def __init__(self, lengths: list[int], layers: int = LAYERS) -> None:
+        rows = len(lengths)
         self.step = step = bench.make_step([(n - 1, 1) for n in lengths], layers, num_decode=rows, kept=KEPT)
         a, last = step.arguments, step.arguments["seq_len"].long() - 1
         a["block_table"] = torch.nn.functional.pad(a["block_table"], (0, BOUND // bench.PAGE - a["block_table"].shape[1]))
@@ -111,26 +124,24 @@ class Layers:
 
 
 def name(config: DecodeConfig) -> str:
-    ways = f"{'hold ' if config.hold else ''}{'one launch' if config.fused else 'two launches'}"
+    ways = "stream " * config.stream + "hold " * config.hold + ("one launch" if config.fused else "two launches")
     shape = f"chunk {config.chunk} block {config.block_keys} warps {config.num_warps} stages {config.num_stages}"
     return f"{shape} programs {config.programs} {ways}"
 
 
-def compile_one(job: tuple[int, DecodeConfig]) -> str:
+def compile_one(config: DecodeConfig) -> str:
     """Fill Triton's cache on disk, and check."""
-    rows, config = job
-    wrong = Layers(min(rows, 16), 200 if not DRY else 20, 1).wrong(config)
-    return "" if wrong <= 1 else f"BAD {rows} rows, {name(config)}: {wrong:.1f} of the tolerance"
+    wrong = Layers([20, 7] if DRY else torch.randint(1, 900, (16,)).tolist(), 1).wrong(config)
+    return "" if wrong <= 1 else f"BAD {name(config)}: {wrong:.1f} of the tolerance"
 
 
-def bench_rows(rows: int) -> None:
-    layers = Layers(rows if not DRY else 2, LENGTHS[rows] if not DRY else 20)
+def bench_case(case: str) -> None:
+    layers = Layers([20, 9] if DRY else lengths_of(case))
+    rows = layers.x.shape[0]
     floor = layers.bytes / bench.BYTES_PER_S * 1e6
     base = bench.graph_us(lambda: layers.run(None), LAYERS, 5)
-    print(
-        f"{rows} rows x {LENGTHS[rows]}: floor {floor:.2f} us; layer without attention {base:.2f}; attention, rotation, write:", flush=True
-    )
-    for config in [layers.step.work().decode.config, *configs(rows)[: 2 if DRY else None]]:
+    print(f"{case}: {rows} rows, floor {floor:.2f} us; layer without attention {base:.2f}; attention, rotation, write:", flush=True)
+    for config in [layers.step.work().decode.config, *configs(8 if DRY else rows)]:
         work = layers.step.work(decode=config)
         try:
             us = bench.graph_us(lambda work=work: layers.run(work), LAYERS, 5) - base
@@ -143,19 +154,20 @@ def bench_rows(rows: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dry", action="store_true", help="tiny, in the interpreter; no times")
+    parser.add_argument("--compile", action="store_true", help="compile and check, no times")
     parser.add_argument("--fp8", action="store_true", help="with a cache of float8_e4m3fn")
-    parser.add_argument("rows", nargs="*", type=int, default=list(LENGTHS))
+    parser.add_argument("cases", nargs="*", default=[*map(str, LENGTHS), *(f"offline{steps}" for steps in OFFLINE)])
     args = parser.parse_args()
     begin = time.time()
-    jobs = list({config: (rows, config) for rows in args.rows for config in configs(rows)}.values())
+    jobs = list(dict.fromkeys(config for case in args.cases for config in configs(len(lengths_of(case)))))
     if DRY:
-        bad = [compile_one((2, DecodeConfig(16, 16, 4, 2, 2, fused=fused))) for fused in (False, True)]
+        bad = [compile_one(DecodeConfig(16, 16, 4, 2, 2, fused=fused, stream=stream)) for fused in (0, 1) for stream in (0, 1)]
     else:
         with multiprocessing.get_context("spawn").Pool(min(15, os.cpu_count() or 2)) as pool:
             bad = pool.map(compile_one, jobs, chunksize=1)
     print("\n".join([*filter(None, bad), f"compiled and checked {len(jobs)} after {time.time() - begin:.0f} s"]), flush=True)
-    for rows in args.rows:
-        bench_rows(rows)
+    for case in args.cases if not args.compile else []:
+        bench_case(case)
     print(f"done after {time.time() - begin:.0f} s")
 
 

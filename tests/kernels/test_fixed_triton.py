@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_attention_triton import E4M3, MIXED, SCALE, SCALES, make_step
+from test_attention_triton import E4M3, MIXED, SCALE, make_step
+from test_scaled_triton import SCALES
 from triton_world import DEVICE, DTYPES, close
 
 from modelrunner.kernels.linear.reference import int8_matmul, matmul

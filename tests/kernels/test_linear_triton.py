@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 from modelrunner.kernels.linear import launch
 from modelrunner.kernels.linear.gpu import BUILDS, OVERRIDES
 from modelrunner.kernels.linear.launch import Extras
-from modelrunner.kernels.linear.plan import Gemv, Stream, Tiles, plan
+from modelrunner.kernels.linear.plan import Gemv, Stream, Tiles, added, plan
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 # The chain rounds its intermediate results; the fused form does not.
@@ -106,7 +106,18 @@ def calls(w: dict[str, Any]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
 @dtypes
 @pytest.mark.parametrize(
     ("rows", "outputs", "inner"),
-    [(0, 80, 96), (1, 80, 576), (2, 129, 96), (4, 40, 30), (5, 80, 576), (17, 129, 96), (64, 80, 96), (70, 40, 96)],
+    [
+        (0, 80, 96),
+        (1, 80, 576),
+        (2, 129, 96),
+        (4, 40, 30),
+        (5, 80, 576),
+        (17, 129, 96),
+        (64, 80, 96),
+        (70, 40, 96),
+        (130, 80, 128),
+        (200, 40, 2112),
+    ],
 )
 def test_operations(rows: int, outputs: int, inner: int, dtype: torch.dtype) -> None:
     """Whatever kernel the shapes choose."""
@@ -148,6 +159,14 @@ def test_the_kernels_depend_on_shapes_alone() -> None:
     assert isinstance(half, Tiles)
     assert not half.fused_norm
     assert len(BUILDS) > 80
+
+
+def test_products_that_are_added_have_tiles_for_more_rows() -> None:
+    assert added(129, 1024, 2048, 16) == Tiles(64, 64, 64, 2, 4, 6, warm=False)
+    assert added(256, 1024, 2048, 16) == Tiles(64, 64, 64, 1, 4, 6, warm=False)
+    assert added(256, 1024, 3072, 16) == Tiles(128, 64, 128, 4, 4, 3, warm=False)
+    assert [added(rows, 1024, 2048, 16) for rows in (128, 257)] == [None, None]
+    assert [added(200, 4096, 4096, 16), added(200, 1024, 2048, 32), added(200, 1024, 1000, 16)] == [None] * 3
 
 
 def test_a_program_holds_no_more_weights_than_shared_memory() -> None:
