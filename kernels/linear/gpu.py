@@ -60,7 +60,7 @@ def builds(kind: str, rows: int, outputs: int, inner: int, dtype: str = "bf16") 
     found = []
     for way, early in ((tiles, True), (tiles.pipelined(), False)):
         capabilities = tuple(c for c in CAPABILITIES if (c >= PDL_SINCE) == early)
-        constants = {"BT": way.bt, "BN": way.bn, "BK": way.bk, "HOLD": way.stages == 1, "WARM": way.warm}
+        constants: dict[str, Any] = {"BT": way.bt, "BN": way.bn, "BK": way.bk, "HOLD": way.stages == 1, "WARM": way.warm}
         if split > 1:
             constants |= {"out_ptr": None, "residual_ptr": None}
         kernel = (tile_kernel, signature, none | common | constants, way.warps, way.stages)
