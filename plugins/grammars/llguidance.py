@@ -23,7 +23,7 @@ class LLGuidance(GrammarBackend):
             raise ValueError("llguidance needs an end-of-sequence id, and the model names none")
         self._tokenizer = LLTokenizer(TokenizerWrapper(_Tokens(vocabulary)), eos_token=list(vocabulary.stop_ids))
         most = settings.grammar.max_whitespace
-        self._json = {"whitespace_pattern": rf"[ \n\r\t]{{0,{most}}}"} if most else {"whitespace_flexible": False}
+        self._json: Any = {"whitespace_pattern": rf"[ \n\r\t]{{0,{most}}}"} if most else {"whitespace_flexible": False}
 
     def compile(self, params: StructuredOutputsParams) -> Grammar:
         matcher = LLMatcher(self._tokenizer, self._source(params), log_level=0)
@@ -39,7 +39,7 @@ class LLGuidance(GrammarBackend):
             return grammar_from("ebnf", params.grammar)
         if params.choice is not None:
             return grammar_from("choice", json.dumps(params.choice))
-        return str(LLMatcher.grammar_from_json_schema(OBJECT if params.json is None else params.json, overrides=self._json))
+        return str(LLMatcher.grammar_from_json_schema(OBJECT if params.json is None else str(params.json), overrides=self._json))
 
 
 class _Tokens:
