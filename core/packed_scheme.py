@@ -143,10 +143,16 @@ class PackedFloatScheme(PackedScheme[torch.Tensor]):
         return layer.in_features * layer.out_features >= LARGE
 
     def create(self, layer: Linear) -> None:
-        (super() if self.packs(layer) else self._plain).create(layer)
+        if self.packs(layer):
+            super().create(layer)
+        else:
+            self._plain.create(layer)
 
     def load(self, layer: Linear, rows: slice, weight: torch.Tensor) -> None:
-        (super() if self.packs(layer) else self._plain).load(layer, rows, weight)
+        if self.packs(layer):
+            super().load(layer, rows, weight)
+        else:
+            self._plain.load(layer, rows, weight)
 
     def blank(self, layer: Linear) -> torch.Tensor:
         return mapped_zeros(torch.float32, layer.out_features, layer.in_features)

@@ -136,8 +136,8 @@ class SchedulerSettings(Section):
 
     max_mixed_tokens: int = Field(default=512, ge=1, le=2**20)
     """The same for a step in which at least four requests decode for each pending prompt, so that a long prompt does not hold them up. It
-    grows in proportion where these read more than six times the weights' bytes of the cache; half of it goes to prompts in any case, and
-    without chunked_prefill it has no effect."""
+    grows in proportion beside more than 64 that read more than six times the weights' bytes of the cache; half of it goes to prompts in any
+    case, and without chunked_prefill it has no effect."""
 
     policy: Literal["fcfs", "priority"] = "fcfs"
     """Order of admission: fcfs is first come, first served; priority takes the lowest priority number first, then the first come."""

@@ -9,7 +9,8 @@ from modelrunner.model_state import FullAttention
 from modelrunner.page_pool import GroupLayout
 
 CROWD = 4  # decoding rows for each pending prompt, from which on a step is kept short
-READS = 6  # times the weights' bytes that decoding rows may read of the cache before prompts beside them get more tokens
+USUAL_ROWS = 64  # decoding rows,
+READS = 6  # and times the weights' bytes that decoding rows may read of the cache before prompts beside them get more tokens
 
 
 @dataclass(frozen=True)
@@ -18,8 +19,8 @@ class TokenBudget:
     tokens of the decoding rows up to which mixed is meant as it is; None: any number.
 
     A step lasts about as long as its tokens are many, and everybody in it waits for its end. Where many prompts are pending beside few
-    decoding rows, the prompts' wait counts for more, so they get the whole step. Decoding rows that read much of the cache take their time
-    anyway, and prompts may make their step longer in proportion: so the last prompts of a large batch take few steps.
+    decoding rows, the prompts' wait counts for more, so they get the whole step. Many decoding rows that read much of the cache take their
+    time anyway, and prompts may make their step longer in proportion: so the last prompts of a large batch take few steps.
     """
 
     most: int
@@ -34,7 +35,8 @@ class TokenBudget:
         """
         if self.mixed is None or not 0 < num_prompts * CROWD <= num_decode:
             return self.most
-        mixed = self.mixed if self.usual is None else self.mixed * max(cached, self.usual) // self.usual
+        scale = 1.0 if self.usual is None else max(min(num_decode / USUAL_ROWS, cached / self.usual), 1.0)
+        mixed = int(self.mixed * scale)
         return min(self.most, max(mixed, num_decode + -(-self.mixed // 2)))
 
 

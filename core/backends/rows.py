@@ -27,7 +27,7 @@ PADDING = 1 << 16  # bytes that one row may be padded by: copying them takes les
 class Piece(NamedTuple):
     """Decode rows of about one length, or the tokens of one prompt.
 
-    tokens: of the step. queries: of each row. keys: of the longest row. index: [rows * keys] int64 rows of the token view, 0 for a key
+    tokens: of the step. queries: of each row. keys: of the longest row. places: [rows * keys] int64 rows of the token view, 0 for a key
     that is not there; None: the keys are the step's own. mask: added to the scores, [rows, 1, 1, keys] or [queries, keys] in the queries'
     type; None: all keys, or with `causal` those up to the query's own, the last of which is the last.
     """
@@ -35,7 +35,7 @@ class Piece(NamedTuple):
     tokens: slice | torch.Tensor
     queries: int
     keys: int
-    index: torch.Tensor | None = None
+    places: torch.Tensor | None = None
     mask: torch.Tensor | None = None
     causal: bool = False
 
@@ -85,7 +85,7 @@ class RowAttention(AttentionBackend):
         rows = self._rows(meta)
         pieces = [self._decode_piece(meta, alike) for alike in self._alike([row for row in rows if row.queries == 1])]
         pieces += [self._prompt_piece(meta, row) for row in rows if row.queries > 1]
-        longest = max((piece.index.numel() for piece in pieces if piece.index is not None), default=0)
+        longest = max((piece.places.numel() for piece in pieces if piece.places is not None), default=0)
         if longest > self._copied.shape[0]:
             self._copied = self._copied.new_empty(longest, self._copied.shape[1])
         return Step(tuple(pieces), sum(row.queries for row in rows) == meta.num_tokens, write, written)
@@ -157,7 +157,7 @@ class RowAttention(AttentionBackend):
             if piece.queries == 1:
                 out[piece.tokens] = self._decode(q[piece.tokens], layer, piece)
             else:
-                own = (k[piece.tokens], v[piece.tokens]) if piece.index is None else None
+                own = (k[piece.tokens], v[piece.tokens]) if piece.places is None else None
                 out[piece.tokens] = self._prompt(q[piece.tokens], layer, piece, own)
         return out.flatten(1)
 
@@ -179,8 +179,8 @@ class RowAttention(AttentionBackend):
 
     def _stored(self, layer: int, piece: Piece) -> tuple[torch.Tensor, torch.Tensor]:
         """The keys and the values of a piece, [rows, HK, keys, D] each, until the next piece's are asked for."""
-        assert piece.index is not None
-        copied = torch.index_select(self._tokens[layer], 0, piece.index, out=self._copied[: piece.index.numel()])
+        assert piece.places is not None
+        copied = torch.index_select(self._tokens[layer], 0, piece.places, out=self._copied[: piece.places.numel()])
         kv = copied.view(-1, piece.keys, 2, self.group.num_kv_heads, self.group.head_dim).to(self.dtype)
         k, v = kv.permute(2, 0, 3, 1, 4).unbind(0)
         return k, v

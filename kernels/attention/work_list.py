@@ -32,7 +32,8 @@ from modelrunner.kernels.attention.prefill_list import (
     prefill_list,
 )
 
-BINS = 8  # lengths that last chunks are sorted into, longest first
+BINS = 8  # lengths that last chunks are sorted into, longest first; more of them if they would be
+BIN_KEYS = 128  # keys apart, and more
 PARTIAL_BYTES = 32 << 20  # of partial results; beyond it chunks grow
 
 
@@ -231,7 +232,7 @@ def choose_decode(num_rows: int, head_dim: int, dtype: torch.dtype) -> DecodeCon
     if num_rows > 512:  # many units a program, which by themselves do not all end at once
         return DecodeConfig(chunk=1024, block_keys=32, num_warps=2, num_stages=4, programs=4)
     if num_rows > 32:
-        return DecodeConfig(chunk=1024, block_keys=32, num_warps=2, num_stages=3, programs=4, stream=True)
+        return DecodeConfig(2048 if num_rows > 96 else 1024, block_keys=32, num_warps=2, num_stages=3, programs=4, stream=True)
     chunk = 64 if num_rows <= 2 else 128 if num_rows <= 4 else 256 if num_rows <= 8 else 384 if num_rows <= 16 else 1024
     stages = 2 if num_rows <= 2 else 3 if num_rows <= 8 else 4
     return DecodeConfig(chunk, 32 if head_dim > 128 else 64, 4, stages, programs=2, hold=num_rows <= 4, fused=True)
@@ -275,7 +276,7 @@ def _decode_list(
         NUM_KV=num_kv_heads,
         BLOCK_ROWS=block,
         BLOCK_CHUNKS=max(1, MAX_BLOCK // block),
-        NUM_BINS=BINS if rows > 16 or least_block > 1 else 1,
+        NUM_BINS=max(BINS, config.chunk // BIN_KEYS) if rows > 16 or least_block > 1 else 1,
         num_warps=4 if block <= 1024 else 16,
     )
     return DecodeList(config, rows, queries, items, small[:1], small[1:], partial, lse)

@@ -12,7 +12,7 @@ from modelrunner.kernels.builds import CAPABILITIES, PDL_SINCE, Build
 from modelrunner.kernels.linear.fixed import SUM_BLOCK as FIXED_SUM_BLOCK
 from modelrunner.kernels.linear.fixed import fixed_int8_matmul, fixed_kernel, fixed_matmul, fixed_sum_kernel, fixed_tiles
 from modelrunner.kernels.linear.gemv import gemv_kernel
-from modelrunner.kernels.linear.launch import SUM_BLOCK
+from modelrunner.kernels.linear.launch import SUM_BLOCK, SUM_WARPS
 from modelrunner.kernels.linear.plan import Gemv, Stream, added, plan
 from modelrunner.kernels.linear.products import int8_matmul, matmul, matmul_add, norm_gated_matmul, norm_matmul
 from modelrunner.kernels.linear.stream import stream_kernel
@@ -60,7 +60,7 @@ def builds(kind: str, rows: int, outputs: int, inner: int, dtype: str = "bf16") 
     found = []
     for way, early in ((tiles, True), (tiles.pipelined(), False)):
         capabilities = tuple(c for c in CAPABILITIES if (c >= PDL_SINCE) == early)
-        constants = {"BT": way.bt, "BN": way.bn, "BK": way.bk, "HOLD": way.stages == 1, "WARM": way.warm}
+        constants: dict[str, Any] = {"BT": way.bt, "BN": way.bn, "BK": way.bk, "HOLD": way.stages == 1, "WARM": way.warm}
         if split > 1:
             constants |= {"out_ptr": None, "residual_ptr": None}
         kernel = (tile_kernel, signature, none | common | constants, way.warps, way.stages)
@@ -69,7 +69,7 @@ def builds(kind: str, rows: int, outputs: int, inner: int, dtype: str = "bf16") 
         none = {name: None for name in none if name in ("scale_ptr", "residual_ptr")} | ({} if "norm_ptr" in given else {"x_ptr": None})
         constants = {"BLOCK_K": triton.next_power_of_2(inner), "BLOCK": SUM_BLOCK}
         # A100's compiler spills a little where eight parts of gate and up meet the norm.
-        found.append(Build(sum_kernel, signature, none | common | constants, 2, max_spill_bytes=32, divisible=_DIVISIBLE))
+        found.append(Build(sum_kernel, signature, none | common | constants, SUM_WARPS, max_spill_bytes=32, divisible=_DIVISIBLE))
     return found
 
 
@@ -81,14 +81,14 @@ def _stream_builds(tiles: Stream, kind: str, inner: int, dtype: str) -> list[Bui
     none = {"out_ptr", "residual_ptr"} if split else {"part_ptr"} | (set() if kind == "add" else {"residual_ptr"})
     signature = blocks | {k: f"*{v}" for k, v in pointers.items() if k not in none} | _NUMBERS
     common: dict[str, Any] = {"K": inner, "SPLIT": tiles.split, "ACT": act, "PDL": True}
-    constants = {"BT": tiles.bt, "BN": tiles.bn, "BK": tiles.bk, "AHEAD": tiles.ahead, "CHUNK": tiles.chunk} | dict.fromkeys(none)
+    constants = {"BT": tiles.bt, "BN": tiles.bn, "BK": tiles.bk, "AHEAD": tiles.ahead} | dict.fromkeys(none)
     shape = (tiles.warps, tiles.stages)
     found = [Build(stream_kernel, signature, common | constants, *shape, 16, divisible=_DIVISIBLE, capabilities=(90, 100))]
     if split:
         given = {"part_ptr": "*fp32", "out_ptr": f"*{dtype}"} | ({"residual_ptr": f"*{dtype}"} if kind == "add" else {})
         absent = {name: None for name in ("x_ptr", "scale_ptr", "residual_ptr") if name not in given}
         sums = common | absent | {"BLOCK_K": triton.next_power_of_2(inner), "BLOCK": SUM_BLOCK}
-        found.append(Build(sum_kernel, given | _NUMBERS, sums, 2, divisible=_DIVISIBLE, capabilities=(90, 100)))
+        found.append(Build(sum_kernel, given | _NUMBERS, sums, SUM_WARPS, divisible=_DIVISIBLE, capabilities=(90, 100)))
     return found
 
 

@@ -51,9 +51,7 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Stream:
-    """Tiles of `stream_kernel`: as in `Tiles`. ahead: columns by which weights are fetched into the L2 cache before they are copied to
-    shared memory; chunk: so many at a time, 0: only the first `ahead`.
-    """
+    """Tiles of `stream_kernel`: as in `Tiles`. ahead: columns of a program's weights that are fetched into the L2 cache while it waits."""
 
     bt: int
     bn: int
@@ -62,7 +60,6 @@ class Stream:
     warps: int
     stages: int
     ahead: int = 0
-    chunk: int = 0
 
 
 @cache
@@ -119,8 +116,7 @@ def _stream(rows: int, outputs: int, inner: int, gated: bool) -> Stream:
     split = next((n for n in (1, 2, 3, 4, 6, 8) if outputs // 64 * n >= STREAMS and inner % (n * bk) == 0), 8)
     # Many rows of gate and up: two programs a multiprocessor, as there are too many for one each.
     room = PIPELINE // 2 if gated and bt > 32 else PIPELINE
-    ahead = min(512, inner // split // bk * bk)
-    return Stream(bt, 64, bk, split, 4, min(8, room // (2 * bk * (height + bt))), ahead)
+    return Stream(bt, 64, bk, split, 4, min(8, room // (2 * bk * (height + bt))), 256)
 
 
 def _large(rows: int, outputs: int, inner: int, streams: bool) -> Tiles | Stream | None:

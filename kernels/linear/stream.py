@@ -2,8 +2,7 @@
 
 As in `tiles.py` the weights are the tall operand: a program multiplies BN of their rows by BT rows of x. All programs run at once, so that
 the weights stream through all of them until the end; K is split where that takes more programs than there are outputs for, and one more
-launch adds the parts in their order. Weights are fetched into the L2 cache some way before they are copied to shared memory: the first ones
-while a program waits for its input. So shared memory need not hold all that is on its way, and programs of the next product find room.
+launch adds the parts in their order. While a program waits for its input, it fetches the first of its weights into the L2 cache.
 """
 
 from __future__ import annotations
@@ -19,14 +18,13 @@ from modelrunner.kernels.linear.tiles import finish, prefetch_rows, residual_of,
 def stream_kernel(
     x_desc, w_desc, w_ptr, residual_ptr, out_ptr, part_ptr, T, N, residual_stride,
     K: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, ACT: tl.constexpr, AHEAD: tl.constexpr,
-    CHUNK: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """out [T, N] = residual + x @ w.T; with ACT the activation of gate (rows 0..N of w) and up (rows N..2N). Program (n, s, t): BN outputs,
     part s of K, BT rows.
 
     x_desc: of x [T, K] in blocks [BT, BK]; w_desc: of w_ptr in blocks [BN, BK]. part_ptr: None, or float32 [SPLIT, T, N or 2N], which gets
-    plain sums instead of out. AHEAD: by how many columns weights are fetched before they are copied. CHUNK: how many are fetched at a time,
-    a multiple of BK; 0: no more than the first AHEAD.
+    plain sums instead of out. AHEAD: columns of a program's weights, a multiple of BK, that are fetched into the L2 cache while it waits.
     """
     if PDL:
         gdc_launch_dependents()
@@ -44,9 +42,6 @@ def stream_kernel(
     up = tl.zeros([BN, BT], tl.float32)
     for i in tl.range(STEPS):
         column = start + i * BK
-        if CHUNK > 0:  # noqa: SIM102 - known when compiled
-            if i % (CHUNK // BK) == 0 and i * BK + AHEAD < STEPS * BK:
-                prefetch_rows(w_ptr, column + AHEAD, N, K, BN, CHUNK, ACT)
         x = tl.trans(x_desc.load([row, column]))
         total = tl.dot(w_desc.load([first, column]), x, total, input_precision="ieee")
         if ACT != 0:

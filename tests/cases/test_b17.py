@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from modelrunner import SamplingParams
+from modelrunner import CompletionOutput, SamplingParams
 from modelrunner.errors import RequestError
 from modelrunner.testing import Driver, EngineProbe, P, dense
 
@@ -37,6 +37,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "salt": {"add": {"cache_salt": "a"}},
     "priority": {"add": {"priority": 3}},
     "stream": {"output_kind": "delta"},
+    "n": {"n": 2, "temperature": 0.7},
 }
 REFUSED = {("stop", "detokenize"), ("include_stop", "detokenize")}  # naming both
 
@@ -54,7 +55,17 @@ def merged(pair: tuple[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
 def check(driver: Driver, name: str, params: SamplingParams) -> None:
     outputs = driver.outputs[name]
     joined = params.output_kind == "delta"
-    parts = [output.outputs[0] for output in outputs]
+    for index in range(params.n):
+        check_choice(name, params, [choice for output in outputs for choice in output.outputs if choice.index == index], joined)
+    prompts = [output.prompt_logprobs for output in outputs if output.prompt_logprobs is not None]
+    if params.prompt_logprobs is None:
+        assert not prompts
+    else:
+        assert len(prompts) == (1 if joined else len(outputs))
+        assert [None if each is None else next(iter(each)) for each in prompts[-1]] == [None, *PROMPT[1:]]
+
+
+def check_choice(name: str, params: SamplingParams, parts: list[CompletionOutput], joined: bool) -> None:
     ids = [token for part in parts for token in part.token_ids] if joined else list(parts[-1].token_ids)
     text = "".join(part.text for part in parts) if joined else parts[-1].text
     logprobs = [found for part in parts for found in part.logprobs or ()] if joined else parts[-1].logprobs or ()
@@ -68,12 +79,6 @@ def check(driver: Driver, name: str, params: SamplingParams) -> None:
         assert params.logprobs is not None
         assert params.logprobs <= len(found) <= params.logprobs + 1
         assert all(given.logprob <= 0 and math.isfinite(given.logprob) for given in found.values())
-    prompts = [output.prompt_logprobs for output in outputs if output.prompt_logprobs is not None]
-    if params.prompt_logprobs is None:
-        assert not prompts
-    else:
-        assert len(prompts) == (1 if joined else len(outputs))
-        assert [None if each is None else next(iter(each)) for each in prompts[-1]] == [None, *PROMPT[1:]]
     if params.allowed_token_ids:
         assert set(ids) <= set(params.allowed_token_ids)
     assert 198 not in ids or not params.bad_words
@@ -95,7 +100,7 @@ def test_every_pair_ends_normally_or_is_refused() -> None:
         driver.receive(driver.engine.step())
     for name, params in asked.items():
         check(driver, name, params)
-    assert len(asked) + len(REFUSED) == len(pairs) == 231
+    assert len(asked) + len(REFUSED) == len(pairs) == 253
     EngineProbe(driver).assert_clean()
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from scheduler_world import World, expect, prompt, request
 
+from modelrunner import token_budget
 from modelrunner.model_state import FullAttention, SlidingWindow
 from modelrunner.page_pool import page_layout
 from modelrunner.request import Request
@@ -29,11 +30,14 @@ def test_tokens_of_a_step(num_decode: int, num_prompts: int, tokens: int) -> Non
     assert TokenBudget(100, None).tokens(num_decode, num_prompts) == 100
 
 
-@pytest.mark.parametrize(("cached", "tokens"), [(0, 512), (1000, 512), (1500, 768), (8000, 4096), (10**6, 16384)])
-def test_rows_that_read_much_share_longer_steps_with_prompts(cached: int, tokens: int) -> None:
-    assert TokenBudget(16384, 512, 1000).tokens(64, 1, cached) == tokens
-    assert TokenBudget(16384, 512).tokens(64, 1, cached) == 512
-    assert TokenBudget(16384, 512, 1000).tokens(64, 17, cached) == 16384
+@pytest.mark.parametrize(
+    ("num_decode", "cached", "tokens"),
+    [(64, 0, 512), (64, 10**6, 512), (96, 1500, 768), (128, 1500, 768), (128, 10**6, 1024), (128, 1000, 512), (4096, 10**6, 16384)],
+)
+def test_many_rows_that_read_much_share_longer_steps_with_prompts(num_decode: int, cached: int, tokens: int) -> None:
+    assert TokenBudget(16384, 512, 1000).tokens(num_decode, 1, cached) == tokens
+    assert TokenBudget(16384, 512).tokens(num_decode, 1, cached) == max(512, num_decode + 256)
+    assert TokenBudget(16384, 512, 1000).tokens(num_decode, num_decode, cached) == 16384
 
 
 def test_what_a_model_usually_reads() -> None:
@@ -47,14 +51,15 @@ def test_what_a_model_usually_reads() -> None:
 
 
 @pytest.mark.parametrize("usual", [None, 4])
-def test_the_scheduler_counts_cached_tokens(usual: int | None) -> None:
+def test_the_scheduler_counts_cached_tokens(usual: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four rows of more than 8 tokens read eight times what is usual."""
+    monkeypatch.setattr(token_budget, "USUAL_ROWS", 1)
     world = World(budget=64, depth=1, max_rows=6, pages=60, options={"max_mixed_tokens": 6, "usual_context": usual})
     early = [request(f"r{k}", prompt(8, k), 30) for k in range(4)]
     late = request("c", prompt(30, 3), 2)
     steps = run(world, early, late, after=4)
     beside = [tokens for rows, tokens in steps[1:] if tokens]
-    assert beside == ([3] * 10 if usual is None else [30])
+    assert beside == ([3] * 10 if usual is None else [20, 10])
     for each in (*early, late):
         expect(each)
 

@@ -32,6 +32,7 @@ from modelrunner.batch import Prompts  # noqa: E402
 from modelrunner.model_state import FullAttention  # noqa: E402
 from modelrunner.ops import Ops, Registry  # noqa: E402
 from modelrunner.plugins import reference_kernels, triton_kernels  # noqa: E402
+from modelrunner.settings import load_settings  # noqa: E402
 
 HEADS, KV_HEADS, DIM, PAGE, DTYPE, DEVICE = bench.HEADS, bench.KV_HEADS, bench.DIM, bench.PAGE, bench.DTYPE, bench.DEVICE
 BOUND = 64 if DRY else 4096  # tokens, of the longest request
@@ -56,7 +57,7 @@ MIXED = {  # decode rows, and prompts
 def operations() -> Ops:
     """The operations of the device, as an engine has them."""
     registry = Registry()
-    device: Any = SimpleNamespace(type=DEVICE.type, name=DEVICE.type, torch_device=DEVICE)
+    device: Any = SimpleNamespace(type=DEVICE.type, name=DEVICE.type, torch_device=DEVICE, settings=load_settings({}))
     for plugin in (reference_kernels, triton_kernels):
         plugin.kernels(register=registry, device=device)
     return registry.resolve(DEVICE.type)

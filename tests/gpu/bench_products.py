@@ -33,9 +33,10 @@ except ImportError:  # not installed: the kernels need nothing but their own fol
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch  # noqa: E402
-from product_tiles import MODELS, Config, Model, Product, candidates, default, heads, short, together, variants  # noqa: E402
+from product_tiles import MODELS, Config, Model, Product, candidates, default, heads, short, variants  # noqa: E402
 
 from modelrunner.kernels.activation.gated import silu_mul  # noqa: E402
+from modelrunner.kernels.linear import launch  # noqa: E402
 from modelrunner.kernels.linear.launch import Extras, run  # noqa: E402
 from modelrunner.kernels.linear.plan import Gemv  # noqa: E402
 from modelrunner.kernels.norm.rows import rms_norm  # noqa: E402
@@ -225,9 +226,6 @@ def report(bench: Bench, rows: int, best: dict[str, Config], found: dict[str, Fo
     products, name = bench.model.products[:4], bench.model.name
     records: list[dict[str, object]] = []
     none: dict[str, Config] = dict.fromkeys(best)
-    if rows > 4 and bench.model.name == "8b":
-        alike = {title: bench.chain(rows, dict(configs))[0] for title, configs in together(products, rows)}
-        print(f"{name} {rows:4} alike: {', '.join(f'{title} {us:.0f}' for title, us in alike.items())}", flush=True)
     shipped = {p.name: default(p, rows) for p in products}
     chains = {"cuBLAS": none, "default": shipped, "best": best}
     outs, times = [], []
@@ -259,13 +257,9 @@ def sweep(bench: Bench, many: list[int], options: argparse.Namespace, end: float
     }
     for rows in many:
         todo[rows]["head"] = heads(rows)
-        if rows > 4 and name == "8b":
-            for _, alike in together(products, rows):
-                for product, config in alike.items():
-                    todo[rows].setdefault(f"{product} alike", []).append(config)
     # A tile kernel is compiled once for all numbers of rows, a GEMV for each.
     jobs: dict[object, tuple[str, str, int, Config]] = {
-        (product.split()[0], c, rows if isinstance(c, Gemv) else 0): (name, product.split()[0], rows, c)
+        (product, c, rows if isinstance(c, Gemv) else 0): (name, product, rows, c)
         for rows, configs in todo.items()
         for product, those in configs.items()
         for c in those
@@ -291,11 +285,20 @@ def report_head(bench: Bench, rows: int) -> None:
     print(f"{bench.model.name} {rows:4} head: floor {head.floor:.1f} | {times}", flush=True)
 
 
+def report_sums(bench: Bench, rows: int) -> None:
+    """Prints the chain of what ships for other shapes of the launch that adds parts."""
+    configs, shipped, times = {p.name: default(p, rows) for p in bench.model.products[:4]}, (launch.SUM_BLOCK, launch.SUM_WARPS), []
+    for launch.SUM_BLOCK, launch.SUM_WARPS in (shipped, (128, 1), (256, 1), (512, 2), (512, 4), (1024, 4), shipped):
+        times.append(f"{launch.SUM_BLOCK} by {launch.SUM_WARPS} {bench.chain(rows, configs)[0]:.0f}")
+    print(f"{bench.model.name} {rows:4} columns of the sum by warps: {', '.join(times)}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rows", default="1,8,32,64,128", help="of Qwen3-0.6B")
     parser.add_argument("--large-rows", default="1,32", help="of Qwen3-8B; none: leave it out")
     parser.add_argument("--sweep", default="all", help="for which of these rows; none: the shipped configurations alone")
+    parser.add_argument("--sums", action="store_true", help="also the launch that adds parts, in other shapes")
     parser.add_argument("--processes", type=int, default=14)
     parser.add_argument("--seconds", type=float, default=240, help="when the sweep of a model ends")
     parser.add_argument("--dry", action="store_true")
@@ -312,6 +315,8 @@ def main() -> None:
             records += sweep(bench, many, options, time.time() + options.seconds)
             for rows in many:
                 report_head(bench, rows)
+                if options.sums:
+                    report_sums(bench, rows)
     if folder := os.environ.get("OUT"):
         (Path(folder) / "products.json").write_text(json.dumps(records))
     print(f"{time.time() - begun:.0f} s")

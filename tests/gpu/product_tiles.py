@@ -71,42 +71,16 @@ def fits(config: Tiles, product: Product, rows: int) -> bool:
     return length >= 2 * config.bk and 2 * config.stages * config.bk * (config.bn * parts + config.bt * (1 + norm)) <= 200_000
 
 
-# Columns fetched before they are copied, and how many at a time; 1: as many as are copied.
-FETCHES = ((0, 0), (256, 0), (512, 0), (1024, 0), (2048, 0), (512, 1), (1024, 1))
-
-
 def streams(product: Product, rows: int) -> Iterator[Stream]:
     """Tiles of `stream_kernel` in about one wave of programs, with a pipeline that fills half of the shared memory or all of it."""
-    parts, bt = (2 if product.kind == "gated" else 1), min(128, max(16, 1 << (rows - 1).bit_length()))
+    height, bt = 128 if product.kind == "gated" else 64, min(128, max(16, 1 << (rows - 1).bit_length()))
     for split in (1, 2, 3, 4):
-        for bk in (64, 128, 256):
-            programs, stage = product.outputs // 64 * split * -(-rows // bt), 2 * bk * (64 * parts + bt)
+        for bk in (64, 128, 256, 512):
+            programs, stage = product.outputs // 64 * split * -(-rows // bt), 2 * bk * (height + bt)
             if product.inner % (bk * split) == 0 and 90 <= programs <= 260:
                 for stages in {min(8, shared // stage) for shared in SHARED}:
-                    if stages >= 3:
-                        yield from fetches(Stream(bt, 64, bk, split, 4, stages), product.inner // split)
-
-
-def fetches(tiles: Stream, length: int) -> Iterator[Stream]:
-    """Ways to fetch weights into the L2 cache. length: columns of a program."""
-    for ahead, chunk in FETCHES[1:]:
-        if ahead <= length:
-            yield replace(tiles, ahead=ahead, chunk=tiles.bk * chunk)
-
-
-def together(products: tuple[Product, ...], rows: int) -> Iterator[tuple[str, dict[str, Stream]]]:
-    """For all products of a layer at once: pipelines of half or all of the shared memory, with each way to fetch ahead."""
-    for shared in SHARED:
-        for ahead, chunk in FETCHES:
-            found = {}
-            for p in products:
-                parts, bt = (2 if p.kind == "gated" else 1), min(128, max(16, 1 << (rows - 1).bit_length()))
-                bk = max(k for k in (64, 128, 256) if k == 64 or 2 * k * (64 * parts + bt) * 4 <= shared)
-                least = 90 if shared == SHARED[1] else 128
-                split = next((n for n in (1, 2, 3, 4) if p.outputs // 64 * n >= least and p.inner % (n * bk) == 0), 4)
-                stages = min(8, shared // (2 * bk * (64 * parts + bt)))
-                found[p.name] = Stream(bt, 64, bk, split, 4, stages, min(ahead, p.inner // split), bk * chunk)
-            yield f"{shared} a{ahead}{'/k' * chunk}", found
+                    if stages >= 2:
+                        yield Stream(bt, 64, bk, split, 4, stages, max(256, bk))
 
 
 def heads(rows: int) -> list[Config]:
@@ -143,7 +117,7 @@ def candidates(product: Product, rows: int) -> Iterator[Config]:
 def variants(config: Config, product: Product) -> list[Config]:
     """Of the best: the norm apart, another early fetch."""
     if isinstance(config, Stream):
-        return [replace(config, ahead=columns) for columns in (config.ahead // 2, config.ahead * 2) if columns >= config.chunk]
+        return [replace(config, ahead=columns) for columns in (0, 128, 512, 1024) if columns % config.bk == 0]
     if not isinstance(config, Tiles):
         return []
     apart = [replace(config, fused_norm=False)] if product.kind in ("norm", "gated") else []
@@ -160,6 +134,6 @@ def short(config: Config) -> str:
     if isinstance(config, Gemv):
         return f"gemv {config.bn}x{config.bk} w{config.warps}"
     if isinstance(config, Stream):
-        return f"stream {config.bn}x{config.bk}/{config.split} t{config.bt} w{config.warps} s{config.stages} a{config.ahead}/{config.chunk}"
+        return f"stream {config.bn}x{config.bk}/{config.split} t{config.bt} w{config.warps} s{config.stages} a{config.ahead}"
     marks = ("" if config.fused_norm else " norm apart") + ("" if config.warm else " cold")
     return f"tile {config.bn}x{config.bk}/{config.split} t{config.bt} w{config.warps} s{config.stages}{marks}"

@@ -34,19 +34,20 @@ def answers(driver: Driver, params: SamplingParams) -> list[Any]:
 
 
 @pytest.mark.parametrize("mode", ["raw", "processed"])
-def test_a_graph_gives_the_bits_of_its_eager_step(mode: str) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_graph_gives_the_bits_of_its_eager_step(mode: str, dtype: str) -> None:
     settings = {"sampler": {"logprobs_mode": mode}}
     params = ASKS.model_copy(update={"temperature": 0.8, "top_k": 20, "seed": 3, "repetition_penalty": 1.1, "prompt_logprobs": 2})
     model = str(tiny_dense())
-    want = answers(start(model, "bfloat16", eager=True, settings=settings, depth=1, tokens=48), params)
-    assert answers(start(model, "bfloat16", settings=settings, depth=2, tokens=48), params) == want
+    want = answers(start(model, dtype, eager=True, settings=settings, depth=1, tokens=48), params)
+    assert answers(start(model, dtype, settings=settings, depth=2, tokens=48), params) == want
 
 
 def test_in_deterministic_mode_neighbours_and_chunks_change_no_bit() -> None:
     settings = {"device": {"name": "cuda", "deterministic": True}}
     params = ASKS.model_copy(update={"prompt_logprobs": 2, "max_tokens": 8})
-    together = answers(start(str(tiny_dense()), "bfloat16", settings=settings, depth=2, tokens=48), params)
-    alone = start(str(tiny_dense()), "bfloat16", settings=settings, depth=1, rows=1)
+    together = answers(start(str(tiny_dense()), "float32", settings=settings, depth=2, tokens=48), params)
+    alone = start(str(tiny_dense()), "float32", settings=settings, depth=1, rows=1)
     for k, want in enumerate(together):
         alone.add(str(k), P(5 + 11 * k, k), params)
         alone.finish()
@@ -75,7 +76,7 @@ def test_they_are_those_of_transformers() -> None:
 def test_steps_with_them_wait_for_nothing_but_their_events() -> None:
     from torch.profiler import ProfilerActivity, profile
 
-    driver = start(str(tiny_dense()), "bfloat16", depth=2)
+    driver = start(str(tiny_dense()), "float32", depth=2)
     for k in range(8):
         driver.add(str(k), P(4, k), ASKS.model_copy(update={"max_tokens": 120, "output_kind": "final_only"}))
     for _ in range(12):
@@ -98,7 +99,7 @@ def test_steps_with_them_wait_for_nothing_but_their_events() -> None:
 def test_a_prompt_four_times_as_long_takes_no_more_memory() -> None:
     """A vocabulary of which the logits of 32k positions would take 8 GiB."""
     model = str(tiny_dense(vocab_size=64 * 1024, max_position_embeddings=33 * 1024))
-    driver = start(model, "bfloat16", settings={"sampler": {"max_logprobs": 5}}, pages=2200, rows=2, tokens=2048)
+    driver = start(model, "float32", settings={"sampler": {"max_logprobs": 5}}, pages=2200, rows=2, tokens=2048)
 
     def peak(length: int, asks: int | None) -> int:
         """Bytes allocated at most while such a prompt runs; the first time builds what was not built yet."""

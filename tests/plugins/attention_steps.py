@@ -12,8 +12,9 @@ from modelrunner.attention import AttentionMeta
 from modelrunner.batch import Prompts
 from modelrunner.kernels import attention as kernels
 from modelrunner.model_state import FullAttention
+from modelrunner.settings import load_settings
 
-GPU: Any = SimpleNamespace(type="cuda", name="cuda", torch_device=torch.device("cuda", 0))
+GPU: Any = SimpleNamespace(type="cuda", name="cuda", torch_device=torch.device("cuda", 0), settings=load_settings({}))
 OPS: Any = SimpleNamespace(
     **{name: getattr(kernels, name) for name in ("attention_index", "indexed_write", "indexed_attention", "gather_pages")}
 )

@@ -141,7 +141,7 @@ class LogitsProcessorConformance:
     def test_is_what_the_reference_says(self) -> None:
         if self.expected([1], [], torch.zeros(3), self.arguments[0]) is None:
             pytest.skip("no `expected` was given")
-        compared = []
+        compared: list[int] = []
 
         def seen(before: torch.Tensor, after: torch.Tensor, batch: Batch) -> None:
             ids, known, start = (batch.per_row(name) for name in ("token_ids", "known", "prompt_len"))
@@ -151,9 +151,8 @@ class LogitsProcessorConformance:
                 wish = asked[tuple(prompt)]
                 want = self.expected(prompt, output, before[i].clone(), wish)
                 assert want is not None
-                torch.testing.assert_close(
-                    after[i], want, msg=lambda text, p=prompt, o=output, w=wish: f"{w}, prompt {p}, output {o}: {text}"
-                )
+                where = f"{dict(wish)}, prompt {prompt}, output {output}: "
+                torch.testing.assert_close(after[i], want, msg=where.__add__)
                 compared.append(i)
 
         requests = [request for request in self.requests() if request[1].logits_processors]
