@@ -39,8 +39,7 @@ class LLGuidance(GrammarBackend):
             return grammar_from("ebnf", params.grammar)
         if params.choice is not None:
             return grammar_from("choice", json.dumps(params.choice))
-        schema: Any = OBJECT if params.json is None else params.json
-        return str(LLMatcher.grammar_from_json_schema(schema, overrides=self._json))
+        return str(LLMatcher.grammar_from_json_schema(OBJECT if params.json is None else str(params.json), overrides=self._json))
 
 
 class _Tokens:

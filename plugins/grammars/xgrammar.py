@@ -46,8 +46,7 @@ class XGrammar(GrammarBackend):
         if params.choice is not None:
             return compiler.compile_grammar("root ::= " + " | ".join(json.dumps(text, ensure_ascii=False) for text in params.choice))
         if params.json is not None:
-            schema: Any = params.json
-            return compiler.compile_json_schema(schema, **self._whitespace)
+            return compiler.compile_json_schema(str(params.json), **self._whitespace)
         return compiler.compile_json_schema(OBJECT, strict_mode=False, **self._whitespace)
 
 

@@ -18,7 +18,8 @@ from modelrunner.plugins.commands import explain
 from modelrunner.settings import load_settings
 from modelrunner.testing import ByteTokenizerPlugin, ScriptedPlugin, mixed, tiny_dense
 
-HOOKS = ["model_source", "checkpoint_readers", "model_config", "tokenizer", "model_state", "device", "linear_scheme", "attention_backend"]
+HOOKS = ["model_source", "checkpoint_readers", "model_config", "tokenizer", "model_state", "device", "linear_scheme"]
+HOOKS += ["attention_backend", "grammar_backend"]
 
 
 def run(capsys: pytest.CaptureFixture[str], model: Path, *plugins: object, **settings: str) -> tuple[int, str]:
