@@ -60,18 +60,27 @@ def _run_gemv(tiles: Gemv, x: torch.Tensor, weight: torch.Tensor, extras: Extras
 def _run_tiles(tiles: Tiles | Stream, x: torch.Tensor, weight: torch.Tensor, extras: Extras) -> torch.Tensor:
     if extras.norm is not None and not (isinstance(tiles, Tiles) and tiles.fused_norm):
         x, extras = rms_norm(x, extras.norm, extras.eps), replace(extras, norm=None)
-    launch, out, split = (_launch_stream if isinstance(tiles, Stream) else _launch_tiles), _output(x, weight, extras), tiles.split
+    out, split = _output(x, weight, extras), tiles.split
     if split == 1:
-        launch(tiles, x, weight, extras, out, None)
+        _launch(tiles, x, weight, extras, out, None)
         return out
     parts = torch.empty((split, x.shape[0], weight.shape[0]), dtype=torch.float32, device=x.device)
-    launch(tiles, x, weight, replace(extras, residual=None), None, parts)
+    _launch(tiles, x, weight, replace(extras, residual=None), None, parts)
     (rows, outputs), inner, residual = out.shape, x.shape[1], extras.residual
     sum_kernel[(rows, triton.cdiv(outputs, SUM_BLOCK))](
         parts, None if extras.norm is None else x, extras.scale, residual, out, rows, outputs, x.stride(0), _stride(residual), extras.eps,
         K=inner, BLOCK_K=triton.next_power_of_2(inner), BLOCK=SUM_BLOCK, SPLIT=split, ACT=extras.act, num_warps=SUM_WARPS, **pdl(x),
     )  # fmt: skip
     return out
+
+
+def _launch(
+    tiles: Tiles | Stream, x: torch.Tensor, weight: torch.Tensor, extras: Extras, out: torch.Tensor | None, parts: torch.Tensor | None
+) -> None:
+    if isinstance(tiles, Stream):
+        _launch_stream(tiles, x, weight, extras, out, parts)
+    else:
+        _launch_tiles(tiles, x, weight, extras, out, parts)
 
 
 def _launch_tiles(
