@@ -60,10 +60,9 @@ def builds(kind: str, rows: int, outputs: int, inner: int, dtype: str = "bf16") 
     found = []
     for way, early in ((tiles, True), (tiles.pipelined(), False)):
         capabilities = tuple(c for c in CAPABILITIES if (c >= PDL_SINCE) == early)
-        constants: dict[str, Any] = {"BT": way.bt, "BN": way.bn, "BK": way.bk, "HOLD": way.stages == 1, "WARM": way.warm}
-        if split > 1:
-            constants |= {"out_ptr": None, "residual_ptr": None}
-        kernel = (tile_kernel, signature, none | common | constants, way.warps, way.stages)
+        constants = {"BT": way.bt, "BN": way.bn, "BK": way.bk, "HOLD": way.stages == 1, "WARM": way.warm}
+        absent = {"out_ptr": None, "residual_ptr": None} if split > 1 else {}
+        kernel = (tile_kernel, signature, none | common | constants | absent, way.warps, way.stages)
         found.append(Build(*kernel, 16, divisible=_DIVISIBLE, capabilities=capabilities))
     if split > 1:
         none = {name: None for name in none if name in ("scale_ptr", "residual_ptr")} | ({} if "norm_ptr" in given else {"x_ptr": None})
