@@ -29,7 +29,7 @@ from modelrunner.checkpoint import ModelCard
 from modelrunner.choices import Choices, choices_of
 from modelrunner.errors import CapacityWarning, EngineError, PluginWarning, RequestError, warn_caller
 from modelrunner.guides import End
-from modelrunner.logprobs import keep_logprobs
+from modelrunner.logprob_books import keep_logprobs
 from modelrunner.memory_profile import weight_bytes
 from modelrunner.model_state import No
 from modelrunner.outputs import OutputProcessor

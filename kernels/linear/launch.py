@@ -15,7 +15,7 @@ from modelrunner.kernels.linear.tiles import sum_kernel, tile_kernel
 from modelrunner.kernels.norm.rows import rms_norm
 from modelrunner.kernels.pdl import pdl
 
-SUM_BLOCK, SUM_WARPS = 256, 2  # columns and warps of a program of `sum_kernel`
+SUM_BLOCK, SUM_WARPS = 128, 1  # columns and warps of a program of `sum_kernel`
 
 
 @dataclass(frozen=True, slots=True)
