@@ -104,7 +104,7 @@ def test_a_request_that_names_a_wrong_one_is_refused() -> None:
 @pytest.mark.parametrize(
     "wrong",
     [3, "shift", [3], [""], {"a": 3}, {"": {}}, {1: {}}, [lambda logits: logits], {"functions": []}, {"functions": {"functions": [3]}}],
-    ids=repr,
+    ids=lambda wrong: "function" if "lambda" in repr(wrong) else repr(wrong),
 )
 def test_what_is_no_list_of_processors_is_refused(wrong: Any) -> None:
     with pytest.raises(RequestError, match=r"logits_processors: got .*; accepted: a list of names"):
