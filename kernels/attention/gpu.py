@@ -166,7 +166,9 @@ def _decode_build(kind: str, group: int, dim: int, rows: int, queries: int = 1, 
         "HAS_SCALES": bool(kept),
         "IN_HALF": (kind, kept) == ("bf16", "fp8e4nv"),
     }
-    spill = 16 if fused else 0  # outside the loop: A100's compiler prefers them to a lower occupancy
+    spill = (
+        16 if fused or kept else 0
+    )  # outside the loop: A100's compiler prefers them to a lower occupancy, B200's where values are scaled
     signature = _signature(kind, kept)
     if config.stream and not kept:
         constants = {name: value for name, value in constants.items() if name in decode_stream.arg_names} | {"GPU": True}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
+from importlib import import_module
 from typing import Any
-
-import xgrammar
 
 from modelrunner.grammar import Grammar, GrammarBackend, Mask, Matcher, Vocabulary
 from modelrunner.settings import GrammarSettings, RunnerSettings
@@ -21,7 +21,8 @@ class XGrammar(GrammarBackend):
 
     def __init__(self, vocabulary: Vocabulary, settings: RunnerSettings) -> None:
         super().__init__(vocabulary, settings)
-        own = settings.grammar
+        own, xgrammar = settings.grammar, import_module("xgrammar")  # it imports torch, and takes its time
+        self._new_matcher = xgrammar.GrammarMatcher
         info = xgrammar.TokenizerInfo(
             list(vocabulary.tokens),
             vocab_type=xgrammar.VocabType.RAW,
@@ -33,7 +34,7 @@ class XGrammar(GrammarBackend):
 
     def compile(self, params: StructuredOutputsParams) -> Grammar:
         try:
-            return XGrammarGrammar(self._compiled(params))
+            return XGrammarGrammar(self._compiled(params), self._new_matcher)
         except RuntimeError as error:
             raise ValueError(PLACE.sub("", str(error)).strip()) from error
 
@@ -58,11 +59,11 @@ def whitespace(settings: GrammarSettings) -> dict[str, Any]:
 class XGrammarGrammar(Grammar):
     """A compiled grammar."""
 
-    def __init__(self, compiled: Any) -> None:
-        self._compiled = compiled
+    def __init__(self, compiled: Any, new_matcher: Callable[[Any], Any]) -> None:
+        self._compiled, self._new_matcher = compiled, new_matcher
 
     def matcher(self) -> Matcher:
-        return XGrammarMatcher(xgrammar.GrammarMatcher(self._compiled))
+        return XGrammarMatcher(self._new_matcher(self._compiled))
 
 
 class XGrammarMatcher(Matcher):

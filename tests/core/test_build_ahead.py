@@ -40,7 +40,9 @@ def test_everything_that_start_up_runs_is_built_before() -> None:
     driver = Driver(Engine(settings, plugins=[ByteTokenizerPlugin(), BuilderPlugin()]))
     device = driver.engine.assembly.device
     assert isinstance(device, Builder)
-    assert device.built == 5 + 3 + 6 + 2  # tails that the warm-up tries, and one more; prompts; numbers of rows by kinds of tail, bodies
+    assert (
+        device.built == 6 + 3 + 6 + 2
+    )  # tails that the warm-up tries, and log-probs alone; prompts; numbers of rows by kinds of tail, bodies
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     for k in range(5):
         driver.add(str(k), P(3 + 9 * k, k), params)

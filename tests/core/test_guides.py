@@ -183,12 +183,13 @@ def test_held_rows_are_counted_and_the_others_run_in_every_step(make: Callable[.
     driver = make(Plugin(), depth=depth)
     driver.add("plain", P(9, 3), PLAIN)
     driver.add("a", P(9, 1), choice("abcdefghijkl"))
+    driver.step_until(lambda: driver.is_finished("plain"))
+    plain_steps = [report for report in watcher.reports if report.num_rows]
     driver.finish()
     held = [report for report in watcher.reports if report.num_held]
     assert driver.engine.scheduler.stats.held == sum(report.num_held for report in watcher.reports)
     assert bool(held) == (depth > 1)
     assert all(report.num_rows >= 1 for report in held), "a step ran with nobody in it"
-    plain_steps = [report for report in watcher.reports if report.num_rows]
     assert len(plain_steps) <= 20 + 1 + depth, "the plain request waited for the other's masks"
     EngineProbe(driver).assert_clean()
 

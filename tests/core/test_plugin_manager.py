@@ -259,7 +259,12 @@ def test_a_component_that_is_no_subclass_is_refused() -> None:
 
 def test_every_component_hook_has_a_check() -> None:
     """A new hook that makes offers must say what they load."""
-    assert set(HOOKS) - {*COMPONENTS, *VALUES, *INSTANCES, "tokenizer"} == {"settings_sections", "cli_commands", "kernels"}
+    assert set(HOOKS) - {*COMPONENTS, *VALUES, *INSTANCES, "tokenizer"} == {
+        "settings_sections",
+        "cli_commands",
+        "kernels",
+        "logits_processors",
+    }
     assert set(HOOKS) == {name for name in vars(HookSpecs) if not name.startswith("_")}
 
 

@@ -68,8 +68,8 @@ def test_a_bad_parameter_is_refused_by_name(name: str, value: Any) -> None:
 def test_an_unknown_parameter_is_refused_with_near_names() -> None:
     with pytest.raises(RequestError, match=r"'temprature' is not a sampling parameter; did you mean temperature\? \(accepted: .*top_p"):
         SamplingParams(temprature=1.0)
-    with pytest.raises(RequestError, match="'n' is not a sampling parameter"):
-        SamplingParams(n=1)
+    with pytest.raises(RequestError, match="'best_of' is not a sampling parameter"):
+        SamplingParams(best_of=1)
 
 
 def test_every_wrong_parameter_is_named_at_once() -> None:
