@@ -116,8 +116,9 @@ class Sampler:
         drafts N counts lines (see `Batch`), and each row's 1 + k lines give one row of the results: tokens [N / (1 + k), 1 + k].
         """
         processed = note is not None and self._logprobs is not None and self._logprobs.processed
-        if (batch.features & (EDITED | self.processed) or processed) and batch.num_rows > EDITED_ROWS:
-            cuts = [slice(a, min(a + EDITED_ROWS, batch.num_rows)) for a in range(0, batch.num_rows, EDITED_ROWS)]
+        at_once = EDITED_ROWS // (1 + batch.num_draft) * (1 + batch.num_draft)  # all lines of a row together
+        if (batch.features & (EDITED | self.processed) or processed) and batch.num_rows > at_once:
+            cuts = [slice(a, min(a + at_once, batch.num_rows)) for a in range(0, batch.num_rows, at_once)]
             parts = [self._sample(logits[cut], rows_of(batch, cut), cut.start, note, processed) for cut in cuts]
             tokens, counts, ok = (torch.cat(pieces) for pieces in zip(*parts, strict=True))
         else:
@@ -178,7 +179,8 @@ class Sampler:
         asked = {name: stage for name, stage in self._edits.items() if stage is not None and stage.feature & batch.features}
         if "penalties" in asked:
             seats, counted, counts = columns["token_counts"], columns["counted"], columns["token_counts.seats"]
-            self.ops.count_tokens(batch.rows, batch.samples, seats, counted, prompt_len, known, token_ids, counts)
+            rows, samples = (each[:: 1 + batch.num_draft].contiguous() for each in (batch.rows, batch.samples))  # a row counts once
+            self.ops.count_tokens(rows, samples, seats, counted, prompt_len, known, token_ids, counts)
         given = [asked[name].given(columns) if name in asked else None for name in self._edits]
         edited: torch.Tensor = self.ops.edit_logits(logits, batch.rows, known, prompt_len, token_ids, *given)
         return edited
