@@ -218,7 +218,7 @@ class Runner:
     def _new_route(self, plan: Plan) -> Route:
         shape = self.buckets.shape(plan)
         keys = () if self.warming_up else self.graphs.keys(plan, shape)
-        works = [partial(self.graphs.run, key) for key in keys]
+        works: list[Callable[[], None]] = [partial(self.graphs.run, key) for key in keys]
         if keys and self.drafting is not None and not self.graphs.with_drafts:
             batch = self.buffers.batch(plan, shape, self.parts.table.columns)
             works.append(self._draft_work(batch, plan.num_next, captured=False))
