@@ -16,7 +16,20 @@ MODELRUNNER_API = ">=1,<2"
 
 @hookimpl
 def kernels(register: Register, device: Device) -> None:
-    from modelrunner.kernels import activation, attention, batch, embedding, linear, logits, logprobs, norm, rope, sampling, table
+    from modelrunner.kernels import (
+        activation,
+        attention,
+        batch,
+        embedding,
+        linear,
+        logits,
+        logprobs,
+        norm,
+        rope,
+        sampling,
+        table,
+        verification,
+    )
     from modelrunner.ops import CLOSE
     from modelrunner.plugins import fusions
 
@@ -43,6 +56,7 @@ def kernels(register: Register, device: Device) -> None:
     register.op("processed_logits", logprobs.processed_logits, area="logprobs", tolerance=CLOSE)
     register.op("greedy", sampling.greedy, area="sampling")
     register.op("sample", sampling.sample, area="sampling")
+    register.op("verify_drafts", verification.verify_drafts, area="verification")
     register.op("gumbel_noise", sampling.gumbel_noise, area="sampling", tolerance=CLOSE)
     register.fusion("add_rms_norm", ("rms_norm",), fusions.add_rms_norm)
     register.fusion("norm_matmul", ("rms_norm", "matmul"), fusions.norm_matmul)

@@ -15,6 +15,7 @@ import torch
 from modelrunner.testing.conformance.logits_cases import LOGITS_CASES
 from modelrunner.testing.conformance.logprobs_cases import LOGPROBS_CASES
 from modelrunner.testing.conformance.step_cases import DIM, STEP_CASES, VOCAB
+from modelrunner.testing.conformance.verification_cases import VERIFICATION_CASES
 
 Case = Callable[..., Any]
 
@@ -207,4 +208,5 @@ CASES: dict[str, tuple[Case, Sequence[tuple[Any, ...]]]] = {
     **LOGITS_CASES,
     **LOGPROBS_CASES,
     **STEP_CASES,
+    **VERIFICATION_CASES,
 }
