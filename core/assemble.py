@@ -139,7 +139,9 @@ def assemble(arguments: Mapping[str, Any], plugins: Sequence[object] = ()) -> As
     tap_points = needs.tap_points if isinstance(state.supports("taps"), Yes) else ()
     info = ModelInfo(card, settings, tap_points, needs.hidden_size, needs.vocab_size, max_model_len, dtype, device.torch_device)
     taps, needs = collect_taps(manager, info, state, needs)
-    sampler = Sampler(ops, default_stages(collect_processors(manager, info), Functions()))
+    own = settings.speculation
+    typical = (own.typical_threshold, own.typical_factor) if own.acceptance == "typical" else None
+    sampler = Sampler(ops, default_stages(collect_processors(manager, info), Functions()), typical)
     page_bytes, layouts = pages_of(needs, settings, dtype)
     attending = {layout.group.name: attention_backend(choose, layout, device, scales) for layout in layouts}
     guides = make_guides(choose, card, tokenizer, needs.vocab_size)

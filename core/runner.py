@@ -362,10 +362,10 @@ class Runner:
         if self.warming_up:
             self._require("logits", logits, batch.num_rows, self.parts.needs.vocab_size)
         wanted = batch.features & Feature.LOGPROBS
-        note = partial(self.logprobs.note, asked) if wanted else None
+        note = partial(self.logprobs.note, asked, 1 + batch.num_draft) if wanted else None
         tokens, num_tokens, ok = self.parts.sampler.sample(logits, batch, note)
         if wanted:
-            self.logprobs.send(batch.num_rows, self.counter)
+            self.logprobs.send(tokens.numel(), self.counter)
         self.ops.finish_step(
             self.ring,
             self.counter,

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from modelrunner.settings import RunnerSettings
 
 Result = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-Note = Callable[[int, torch.Tensor, torch.Tensor, "Batch"], None]
-EDITED_ROWS = 256  # rows whose logits are edited at a time: the copy is float32, 155 MB for a vocabulary of 151,936
+Note = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], None]
+EDITED_LINES = 256  # of logits that are edited at a time: the copy is float32, 155 MB for a vocabulary of 151,936
 
 
 def default_stages(*processors: Stage) -> tuple[Stage, ...]:
@@ -44,15 +44,20 @@ def default_stages(*processors: Stage) -> tuple[Stage, ...]:
 
 class Sampler:
     """Composes stages. The host side asks every stage; the device side runs `edit_logits` if a row wants it, then stages with an `edit` of
-    their own that a row wants, then one `greedy` or one `sample` operation over the step's rows.
+    their own that a row wants, then one `greedy` or one `sample` operation over the step's rows, `verify_drafts` over those with drafts.
 
-    processed: features of the stages with an `edit`. captured: those of them that a captured step may have.
+    processed: features of the stages with an `edit`. captured: those of them that a captured step may have. undrafted: features with which
+    a row must not have drafts.
     """
 
-    def __init__(self, ops: Ops, stages: Sequence[Stage]) -> None:
-        """Raises ValueError if two stages supply the same argument of `sample` or of `edit_logits`."""
+    def __init__(self, ops: Ops, stages: Sequence[Stage], typical: tuple[float, float] | None = None) -> None:
+        """typical: threshold and factor of typical acceptance (see `verify_drafts`), None for exact acceptance.
+
+        Raises ValueError if two stages supply the same argument of `sample` or of `edit_logits`.
+        """
         self.ops = ops
         self.stages = tuple(stages)
+        self.typical = typical
         self._inputs: dict[str, Feature] = {}
         self._edits: dict[str, EditStage | None] = dict.fromkeys(("allowed", "bias", "stops", "bad_words", "penalties"))
         for stage in self.stages:
@@ -69,6 +74,9 @@ class Sampler:
         for stage in self._processing:
             self.processed |= stage.feature
             self.captured |= Feature(int(stage.feature) & ~int(stage.uncaptured))
+        self.undrafted = Feature.GREEDY
+        for stage in self.stages:
+            self.undrafted |= stage.undrafted
 
     def columns(self, settings: RunnerSettings, vocab_size: int) -> tuple[Column, ...]:
         """H. Request-table columns of all stages."""
@@ -102,59 +110,118 @@ class Sampler:
         """The likeliest tokens in a record of log-probs; known once the columns are."""
         return self._logprobs.recorded if self._logprobs else 0
 
-    def sample(self, logits: torch.Tensor, batch: Batch, note: Note | None = None) -> Result:
-        """D, may be captured. Choose a token for every row; `batch.features` says what the rows ask for.
+    def sample(
+        self,
+        logits: torch.Tensor,
+        batch: Batch,
+        note: Note | None = None,
+        drafts: torch.Tensor | None = None,
+        draft_probs: torch.Tensor | None = None,
+    ) -> Result:
+        """D, may be captured. Choose tokens for every row; `batch.features` says what the rows ask for.
 
-        logits: [N, V] in the model's dtype, left as they are. A row's token depends on its own logits and columns only. note: told the
-        logits that log-probs are made of, and the tokens, as (first row, logits [n, V], tokens [n] int64, batch of these rows).
-        Returns tokens [N, 1] int64, num_tokens [N] int32 (1 where the row samples and its logits allow it), ok [N] bool.
+        logits: [N, V] in the model's dtype, left as they are; with drafts [N * (1 + k), V], of a row the lines after its last known token
+        and after each draft. A row's tokens depend on its own logits and columns only. note: told the logits that log-probs are made of,
+        and the tokens, as (first line, logits [m, V], tokens [m] int64, rows of the lines [m] int32).
+        drafts: [N, k] int32, -1 from a row's first missing one on; they lie behind the row's known tokens in the column `token_ids`, too.
+        Line j of a row is edited with the drafts before it as known tokens.
+        draft_probs: [N, k, V] float32, what they were drawn from, if they were.
+        Returns tokens [N, 1 + k] int64, num_tokens [N] int32 (of these, how many count: 0 where the row does not sample or its logits do
+        not allow it), ok [N] bool.
         """
+        slots = 1 if drafts is None else 1 + drafts.shape[1]
         processed = note is not None and self._logprobs is not None and self._logprobs.processed
-        if (batch.features & (EDITED | self.processed) or processed) and batch.num_rows > EDITED_ROWS:
-            cuts = [slice(a, min(a + EDITED_ROWS, batch.num_rows)) for a in range(0, batch.num_rows, EDITED_ROWS)]
-            parts = [self._sample(logits[cut], rows_of(batch, cut), cut.start, note, processed) for cut in cuts]
+        at_once = max(1, EDITED_LINES // slots)
+        if (batch.features & (EDITED | self.processed) or processed) and batch.num_rows > at_once:
+            parts = []
+            for start in range(0, batch.num_rows, at_once):
+                cut = slice(start, min(start + at_once, batch.num_rows))
+                some = logits[cut.start * slots : cut.stop * slots]
+                given = (None if tensor is None else tensor[cut] for tensor in (drafts, draft_probs))
+                parts.append(self._sample(some, rows_of(batch, cut), start, note, processed, *given))
             tokens, counts, ok = (torch.cat(pieces) for pieces in zip(*parts, strict=True))
-        else:
-            tokens, counts, ok = self._sample(logits, batch, 0, note, processed)
-        return tokens.unsqueeze(1), counts, ok
+            return tokens, counts, ok
+        return self._sample(logits, batch, 0, note, processed, drafts, draft_probs)
 
-    def _sample(self, given: torch.Tensor, batch: Batch, start: int, note: Note | None, processed: bool) -> Result:
-        logits = self._changed(given, batch)
-        result = self._choose(logits, batch)
+    def _sample(
+        self,
+        given: torch.Tensor,
+        batch: Batch,
+        start: int,
+        note: Note | None,
+        processed: bool,
+        drafts: torch.Tensor | None,
+        draft_probs: torch.Tensor | None,
+    ) -> Result:
+        slots = 1 if drafts is None else 1 + drafts.shape[1]
+        logits = self._changed(given, batch, slots)
+        tokens, counts, ok = self._choose(logits, batch, drafts, draft_probs)
         if note is not None:
-            note(start, self._processed(logits, batch) if processed else given, result[0], batch)
-        return result
+            rows = batch.rows if slots == 1 else batch.rows.unsqueeze(1).expand(-1, slots).reshape(-1)
+            note(start * slots, self._processed(logits, batch, rows) if processed else given, tokens.flatten(), rows)
+        return tokens, counts, ok
 
-    def _changed(self, logits: torch.Tensor, batch: Batch) -> torch.Tensor:
+    def _changed(self, logits: torch.Tensor, batch: Batch, slots: int) -> torch.Tensor:
         """The logits after every stage that edits them."""
         features = batch.features
         if features & EDITED:
-            logits = self._edit(logits, batch)
+            logits = self._edit(logits, batch, slots)
         acting = [stage for stage in self._processing if stage.feature == Feature.GREEDY or stage.feature & features]
         if acting and not features & EDITED:
             logits = logits.to(torch.float32, copy=True)
+        if acting and slots > 1:
+            return self._changed_by_place(acting, logits.float(), batch, slots)
         for stage in acting:
             logits = stage.edit(logits, batch)
         return logits
 
-    def _choose(self, logits: torch.Tensor, batch: Batch) -> Result:
-        if batch.features & Feature.PLAIN:
-            columns = {name: self._column(name, feature, batch) for name, feature in self._inputs.items()}
-            drawn: Result = self.ops.sample_rows(logits, batch.rows, batch.samples, batch.computed, batch.query_len, **columns)
-            return drawn
-        best: Result = self.ops.greedy_rows(logits, batch.samples)
-        return best
+    def _changed_by_place(self, stages: Sequence[Stage], logits: torch.Tensor, batch: Batch, slots: int) -> torch.Tensor:
+        """Every place of the rows' runs by itself. logits: a copy, changed. Rows of undrafted features have a first place only."""
+        places = logits.unflatten(0, (-1, slots))
+        drafted = Feature(int(batch.features) & ~int(self.undrafted))
+        for j in range(slots):
+            now, own = batch, places[:, j].contiguous()
+            if j:
+                now = replace(batch, features=drafted, columns={**batch.columns, "known": batch.columns["known"] + j})
+            for stage in stages:
+                if stage.feature == Feature.GREEDY or stage.feature & now.features:
+                    own = stage.edit(own, now)
+            places[:, j] = own
+        return logits
 
-    def _processed(self, logits: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """What the tokens of these rows are drawn from."""
+    def _choose(self, logits: torch.Tensor, batch: Batch, drafts: torch.Tensor | None, draft_probs: torch.Tensor | None) -> Result:
+        drawn = bool(batch.features & Feature.PLAIN)
+        columns = {name: self._column(name, feature, batch) for name, feature in self._inputs.items()}
+        if drafts is not None:
+            if not drawn:
+                columns |= dict.fromkeys(("temperature", "top_k", "top_p", "min_p"))
+            found: Result = self.ops.verify_drafts(
+                logits,
+                drafts,
+                batch.rows,
+                batch.samples,
+                batch.columns["known"],
+                **columns,
+                draft_probs=draft_probs if drawn else None,
+                typical=self.typical if drawn else None,
+            )
+            return found
+        if drawn:
+            tokens, counts, ok = self.ops.sample_rows(logits, batch.rows, batch.samples, batch.computed, batch.query_len, **columns)
+        else:
+            tokens, counts, ok = self.ops.greedy_rows(logits, batch.samples)
+        return tokens.unsqueeze(1), counts, ok
+
+    def _processed(self, logits: torch.Tensor, batch: Batch, rows: torch.Tensor) -> torch.Tensor:
+        """What the tokens of these lines are drawn from. rows: [m], of the lines."""
         if not batch.features & Feature.PLAIN:
             return logits
         columns = [self._column(name, self._inputs[name], batch) for name in ("temperature", "top_k", "top_p", "min_p")]
-        mine = (None if column is None else column.index_select(0, batch.rows) for column in columns)
+        mine = (None if column is None else column.index_select(0, rows) for column in columns)
         found: torch.Tensor = self.ops.processed_logits(logits, *mine)
         return found
 
-    def _edit(self, logits: torch.Tensor, batch: Batch) -> torch.Tensor:
+    def _edit(self, logits: torch.Tensor, batch: Batch, slots: int) -> torch.Tensor:
         """A copy of the logits with what the built-in stages change."""
         columns = batch.columns
         known, prompt_len, token_ids = columns["known"], columns["prompt_len"], columns["token_ids"]
@@ -163,7 +230,7 @@ class Sampler:
             seats, counted, counts = columns["token_counts"], columns["counted"], columns["token_counts.seats"]
             self.ops.count_tokens(batch.rows, batch.samples, seats, counted, prompt_len, known, token_ids, counts)
         given = [asked[name].given(columns) if name in asked else None for name in self._edits]
-        edited: torch.Tensor = self.ops.edit_logits(logits, batch.rows, known, prompt_len, token_ids, *given)
+        edited: torch.Tensor = self.ops.edit_logits(logits, batch.rows, known, prompt_len, token_ids, *given, slots)
         return edited
 
     def _column(self, name: str, feature: Feature, batch: Batch) -> torch.Tensor | None:

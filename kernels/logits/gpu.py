@@ -23,8 +23,8 @@ def _build(kernel: Any, dtype: str, warps: int = 4, out: str = "*fp32", **consta
 
 
 BUILDS: list[Build] = [
-    *(_build(_edit_all, dtype, BLOCK=BLOCK) for dtype in ("*bf16", "*fp16", "*fp32")),
-    *(_build(_edit_all, dtype, out=dtype, BLOCK=BLOCK) for dtype in ("*bf16", "*fp16")),
-    *(_build(_edit_named, dtype, 2, ENTRIES=ENTRIES, TOKENS=8) for dtype in ("*bf16", "*fp32")),
+    *(_build(_edit_all, dtype, BLOCK=BLOCK, SLOTS=slots) for dtype in ("*bf16", "*fp16", "*fp32") for slots in (1, 4)),
+    *(_build(_edit_all, dtype, out=dtype, BLOCK=BLOCK, SLOTS=1) for dtype in ("*bf16", "*fp16")),
+    *(_build(_edit_named, dtype, 2, ENTRIES=ENTRIES, TOKENS=8, SLOTS=slots) for dtype in ("*bf16", "*fp32") for slots in (1, 4)),
     _build(_count_tokens, "*bf16", BLOCK=COUNT_BLOCK),
 ]
