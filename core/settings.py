@@ -250,6 +250,9 @@ class SpeculationSettings(Section):
     model: str = ""
     """Hub id or folder of the drafter's weights; empty for a drafter without, or one whose weights lie with the model's."""
 
+    off_above_rows: int | None = Field(default=None, ge=0, le=65536)
+    """Decoding requests above which nothing is proposed, because the device is busy enough; none always proposes."""
+
     acceptance: Literal["exact", "typical"] = "exact"
     """`exact` changes no token's distribution. `typical` also keeps drafts that are likely enough where a request draws (temperature above
     0): faster, and lossy (see typical_threshold)."""

@@ -41,7 +41,7 @@ class Asked:
     def of(cls, plan: Plan) -> Asked:
         if plan.row_features is None:
             return NOTHING
-        start = np.cumsum(plan.num_query) - plan.num_query
+        start = plan.query_start
         whole = np.flatnonzero(plan.row_features & Feature.ALL_LOGPROBS)
         prompts = np.flatnonzero(plan.row_features & Feature.PROMPT_LOGPROBS)
         spans = [

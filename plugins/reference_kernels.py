@@ -27,6 +27,7 @@ def kernels(register: Register, device: Device) -> None:
         norm,
         rope,
         sampling,
+        speculation,
         table,
         verification,
     )
@@ -37,6 +38,10 @@ def kernels(register: Register, device: Device) -> None:
         "table": [table.apply_patch, table.update_state, table.write_record],
         "batch": [batch.gather_rows, batch.gather_tokens, batch.gather_block_table, batch.slot_mapping],
         "logits": [logits.count_tokens],
+        "speculation": [
+            *(speculation.spread_rows, speculation.store_drafts, speculation.draft_inputs, speculation.draft_pass),
+            speculation.ngram_draft,
+        ],
         "attention": [attention.write_cache, attention.indexed_write, attention.attention_index, attention.gather_pages],
     }
     for area, functions in exact.items():

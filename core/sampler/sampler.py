@@ -110,127 +110,99 @@ class Sampler:
         """The likeliest tokens in a record of log-probs; known once the columns are."""
         return self._logprobs.recorded if self._logprobs else 0
 
-    def sample(
-        self,
-        logits: torch.Tensor,
-        batch: Batch,
-        note: Note | None = None,
-        drafts: torch.Tensor | None = None,
-        draft_probs: torch.Tensor | None = None,
-    ) -> Result:
+    def sample(self, logits: torch.Tensor, batch: Batch, note: Note | None = None, draft_probs: torch.Tensor | None = None) -> Result:
         """D, may be captured. Choose tokens for every row; `batch.features` says what the rows ask for.
 
-        logits: [N, V] in the model's dtype, left as they are; with drafts [N * (1 + k), V], of a row the lines after its last known token
-        and after each draft. A row's tokens depend on its own logits and columns only. note: told the logits that log-probs are made of,
-        and the tokens, as (first line, logits [m, V], tokens [m] int64, rows of the lines [m] int32).
-        drafts: [N, k] int32, -1 from a row's first missing one on; they lie behind the row's known tokens in the column `token_ids`, too.
-        Line j of a row is edited with the drafts before it as known tokens.
-        draft_probs: [N, k, V] float32, what they were drawn from, if they were.
-        Returns tokens [N, 1 + k] int64, num_tokens [N] int32 (of these, how many count: 0 where the row does not sample or its logits do
-        not allow it), ok [N] bool.
+        logits: [N, V] in the model's dtype, left as they are. A row's tokens depend on its own logits and columns only. In a step with
+        drafts N counts lines, S = 1 + k of each row (see `Batch`), and line j is edited with the drafts ahead of it as known tokens.
+        note: told the logits that log-probs are made of, and the tokens, as (first line, logits [n, V], tokens [n] int64, rows of the lines
+        [n] int32). draft_probs: [N / S, k, V] float32, what the drafts were drawn from, if they were.
+        Returns tokens [N / S, S] int64, num_tokens [N / S] int32 (how many of them count: 0 where the row does not sample or its logits do
+        not allow it), ok [N / S] bool.
         """
-        slots = 1 if drafts is None else 1 + drafts.shape[1]
+        slots = 1 + batch.num_draft
         processed = note is not None and self._logprobs is not None and self._logprobs.processed
-        at_once = max(1, EDITED_LINES // slots)
-        if (batch.features & (EDITED | self.processed) or processed) and batch.num_rows > at_once:
-            parts = []
-            for start in range(0, batch.num_rows, at_once):
-                cut = slice(start, min(start + at_once, batch.num_rows))
-                some = logits[cut.start * slots : cut.stop * slots]
-                given = (None if tensor is None else tensor[cut] for tensor in (drafts, draft_probs))
-                parts.append(self._sample(some, rows_of(batch, cut), start, note, processed, *given))
-            tokens, counts, ok = (torch.cat(pieces) for pieces in zip(*parts, strict=True))
-            return tokens, counts, ok
-        return self._sample(logits, batch, 0, note, processed, drafts, draft_probs)
-
-    def _sample(
-        self,
-        given: torch.Tensor,
-        batch: Batch,
-        start: int,
-        note: Note | None,
-        processed: bool,
-        drafts: torch.Tensor | None,
-        draft_probs: torch.Tensor | None,
-    ) -> Result:
-        slots = 1 if drafts is None else 1 + drafts.shape[1]
-        logits = self._changed(given, batch, slots)
-        tokens, counts, ok = self._choose(logits, batch, drafts, draft_probs)
-        if note is not None:
-            rows = batch.rows if slots == 1 else batch.rows.unsqueeze(1).expand(-1, slots).reshape(-1)
-            note(start * slots, self._processed(logits, batch, rows) if processed else given, tokens.flatten(), rows)
+        at_once = max(1, EDITED_LINES // slots) * slots
+        if not (batch.features & (EDITED | self.processed) or processed) or batch.num_rows <= at_once:
+            return self._sample(logits, batch, 0, note, processed, draft_probs)
+        parts = []
+        for start in range(0, batch.num_rows, at_once):
+            cut = slice(start, min(start + at_once, batch.num_rows))
+            probs = None if draft_probs is None else draft_probs[cut.start // slots : cut.stop // slots]
+            parts.append(self._sample(logits[cut], rows_of(batch, cut), start, note, processed, probs))
+        tokens, counts, ok = (torch.cat(pieces) for pieces in zip(*parts, strict=True))
         return tokens, counts, ok
 
-    def _changed(self, logits: torch.Tensor, batch: Batch, slots: int) -> torch.Tensor:
+    def _sample(
+        self, given: torch.Tensor, batch: Batch, start: int, note: Note | None, processed: bool, draft_probs: torch.Tensor | None
+    ) -> Result:
+        logits = self._changed(given, batch)
+        tokens, counts, ok = self._choose(logits, batch, draft_probs)
+        if note is not None:
+            note(start, self._processed(logits, batch) if processed else given, tokens.flatten(), batch.rows)
+        return tokens, counts, ok
+
+    def _changed(self, logits: torch.Tensor, batch: Batch) -> torch.Tensor:
         """The logits after every stage that edits them."""
         features = batch.features
         if features & EDITED:
-            logits = self._edit(logits, batch, slots)
+            logits = self._edit(logits, batch)
         acting = [stage for stage in self._processing if stage.feature == Feature.GREEDY or stage.feature & features]
         if acting and not features & EDITED:
             logits = logits.to(torch.float32, copy=True)
-        if acting and slots > 1:
-            return self._changed_by_place(acting, logits.float(), batch, slots)
+        if acting and batch.num_draft:
+            return self._changed_by_place(acting, logits.float(), batch)
         for stage in acting:
             logits = stage.edit(logits, batch)
         return logits
 
-    def _changed_by_place(self, stages: Sequence[Stage], logits: torch.Tensor, batch: Batch, slots: int) -> torch.Tensor:
+    def _changed_by_place(self, stages: Sequence[Stage], logits: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Every place of the rows' runs by itself. logits: a copy, changed. Rows of undrafted features have a first place only."""
-        places = logits.unflatten(0, (-1, slots))
+        slots, known = 1 + batch.num_draft, batch.columns["known"]
         drafted = Feature(int(batch.features) & ~int(self.undrafted))
         for j in range(slots):
-            now, own = batch, places[:, j].contiguous()
+            now, own = rows_of(batch, slice(j, batch.num_rows, slots)), logits[j::slots].contiguous()
             if j:
-                now = replace(batch, features=drafted, columns={**batch.columns, "known": batch.columns["known"] + j})
+                now = replace(now, features=drafted, columns={**batch.columns, "known": known + j})
             for stage in stages:
                 if stage.feature == Feature.GREEDY or stage.feature & now.features:
                     own = stage.edit(own, now)
-            places[:, j] = own
+            logits[j::slots] = own
         return logits
 
-    def _choose(self, logits: torch.Tensor, batch: Batch, drafts: torch.Tensor | None, draft_probs: torch.Tensor | None) -> Result:
-        drawn = bool(batch.features & Feature.PLAIN)
+    def _choose(self, logits: torch.Tensor, batch: Batch, draft_probs: torch.Tensor | None) -> Result:
+        drawn, places = bool(batch.features & Feature.PLAIN), (batch.rows, batch.samples, batch.computed, batch.query_len)
         columns = {name: self._column(name, feature, batch) for name, feature in self._inputs.items()}
-        if drafts is not None:
+        if batch.num_draft:
+            more = {"draft_probs": draft_probs, "typical": self.typical}
             if not drawn:
-                columns |= dict.fromkeys(("temperature", "top_k", "top_p", "min_p"))
-            found: Result = self.ops.verify_drafts(
-                logits,
-                drafts,
-                batch.rows,
-                batch.samples,
-                batch.columns["known"],
-                **columns,
-                draft_probs=draft_probs if drawn else None,
-                typical=self.typical if drawn else None,
-            )
-            return found
-        if drawn:
-            tokens, counts, ok = self.ops.sample_rows(logits, batch.rows, batch.samples, batch.computed, batch.query_len, **columns)
-        else:
-            tokens, counts, ok = self.ops.greedy_rows(logits, batch.samples)
+                columns, more = columns | dict.fromkeys(("temperature", "top_k", "top_p", "min_p")), {}
+            verified: Result = self.ops.verify_drafts(logits, *places, batch.columns["token_ids"], 1 + batch.num_draft, **columns, **more)
+            return verified
+        found = self.ops.sample_rows(logits, *places, **columns) if drawn else self.ops.greedy_rows(logits, batch.samples)
+        tokens, counts, ok = found
         return tokens.unsqueeze(1), counts, ok
 
-    def _processed(self, logits: torch.Tensor, batch: Batch, rows: torch.Tensor) -> torch.Tensor:
-        """What the tokens of these lines are drawn from. rows: [m], of the lines."""
+    def _processed(self, logits: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """What the tokens of these lines are drawn from."""
         if not batch.features & Feature.PLAIN:
             return logits
         columns = [self._column(name, self._inputs[name], batch) for name in ("temperature", "top_k", "top_p", "min_p")]
-        mine = (None if column is None else column.index_select(0, rows) for column in columns)
+        mine = (None if column is None else column.index_select(0, batch.rows) for column in columns)
         found: torch.Tensor = self.ops.processed_logits(logits, *mine)
         return found
 
-    def _edit(self, logits: torch.Tensor, batch: Batch, slots: int) -> torch.Tensor:
+    def _edit(self, logits: torch.Tensor, batch: Batch) -> torch.Tensor:
         """A copy of the logits with what the built-in stages change."""
-        columns = batch.columns
+        columns, slots = batch.columns, 1 + batch.num_draft
         known, prompt_len, token_ids = columns["known"], columns["prompt_len"], columns["token_ids"]
         asked = {name: stage for name, stage in self._edits.items() if stage is not None and stage.feature & batch.features}
         if "penalties" in asked:
             seats, counted, counts = columns["token_counts"], columns["counted"], columns["token_counts.seats"]
-            self.ops.count_tokens(batch.rows, batch.samples, seats, counted, prompt_len, known, token_ids, counts)
+            rows, samples = (tensor[::slots].contiguous() for tensor in (batch.rows, batch.samples))
+            self.ops.count_tokens(rows, samples, seats, counted, prompt_len, known, token_ids, counts)
         given = [asked[name].given(columns) if name in asked else None for name in self._edits]
-        edited: torch.Tensor = self.ops.edit_logits(logits, batch.rows, known, prompt_len, token_ids, *given, slots)
+        edited: torch.Tensor = self.ops.edit_logits(logits, batch.rows, known, prompt_len, token_ids, *given, batch.ahead)
         return edited
 
     def _column(self, name: str, feature: Feature, batch: Batch) -> torch.Tensor | None:
@@ -239,6 +211,7 @@ class Sampler:
 
 
 def rows_of(batch: Batch, cut: slice) -> Batch:
-    """The batch as a sampler stage sees it, of some of its rows."""
-    names = ("rows", "query_len", "computed", "seq_len", "num_accepted", "samples", "sample_index")
-    return replace(batch, num_rows=cut.stop - cut.start, **{name: getattr(batch, name)[cut] for name in names})
+    """The batch as a sampler stage sees it, of some of its rows; in a step with drafts, of some of its lines."""
+    names = ["rows", "query_len", "computed", "samples", *(["ahead"] if batch.num_draft else ["seq_len", "num_accepted", "sample_index"])]
+    cuts = {name: getattr(batch, name)[cut].contiguous() for name in names}
+    return replace(batch, num_rows=len(cuts["rows"]), **cuts)

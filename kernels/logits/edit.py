@@ -27,15 +27,13 @@ def _allowed(x, ids, mask, seat, masks_ptr, words):
 @triton.jit
 def _penalised(
     x, ids, mask, row, seat, counts_ptr, vocab, repetition_ptr, presence_ptr, frequency_ptr,
-    known, token_ids, longest, ahead, SLOTS: tl.constexpr,
+    known, token_ids, longest, drafts,
 ):  # fmt: skip
-    """x after repetition, presence and frequency penalties; `ahead` drafts count as tokens of the output."""
+    """x after repetition, presence and frequency penalties; `drafts` tokens behind the known ones count as the output's."""
     word = tl.load(counts_ptr + seat.to(tl.int64) * vocab + ids, mask=mask, other=0)
-    if SLOTS > 1:
-        first = tl.load(known + row)
-        for j in tl.static_range(SLOTS - 1):
-            draft = tl.load(token_ids + row * longest + first + j, mask=(j < ahead) & (first + j < longest), other=-1)
-            word += tl.where(ids == draft, OUTPUT_UNIT, 0)
+    first = tl.load(known + row)
+    for place in range(first, tl.minimum(first + drafts, longest)):
+        word += tl.where(ids == tl.load(token_ids + row * longest + place), OUTPUT_UNIT, 0)
     factor = tl.load(repetition_ptr + row)
     times = (word >> 1).to(tl.float32)
     x = tl.where(word != 0, tl.where(x > 0, x / factor, x * factor), x)
@@ -44,10 +42,10 @@ def _penalised(
 
 @triton.jit
 def _edit_all(
-    logits, out, stride, vocab, rows, known, token_ids, longest,
+    logits, out, stride, vocab, rows, known, token_ids, longest, ahead,
     allow_seats, masks, words,
     count_seats, counts, repetition, presence, frequency,
-    BLOCK: tl.constexpr, SLOTS: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (n, b): allow list and penalties of tokens b * BLOCK onwards of line n."""
     if PDL:
@@ -57,7 +55,8 @@ def _edit_all(
     mask = ids < vocab
     if PDL:
         gdc_wait()
-    row = tl.load(rows + n // SLOTS).to(tl.int64)
+    row = tl.load(rows + n).to(tl.int64)
+    drafts = 0 if ahead is None else tl.load(ahead + n)
     x = tl.load(logits + n * stride + ids, mask=mask, other=0.0).to(tl.float32)
     if allow_seats is not None:
         seat = tl.load(allow_seats + row)
@@ -67,7 +66,7 @@ def _edit_all(
         seat = tl.load(count_seats + row)
         if seat >= 0:
             factors = (repetition, presence, frequency)
-            x = _penalised(x, ids, mask, row, seat, counts, vocab, *factors, known, token_ids, longest, n % SLOTS, SLOTS)
+            x = _penalised(x, ids, mask, row, seat, counts, vocab, *factors, known, token_ids, longest, drafts)
     tl.store(out + n * vocab + ids, x, mask=mask)
 
 
@@ -85,20 +84,21 @@ def _completes(words, entry, some, last, row, total, first, token_ids, longest, 
 
 @triton.jit
 def _edit_named(
-    logits, out, stride, vocab, rows, known, token_ids, longest, prompt_len,
+    logits, out, stride, vocab, rows, known, token_ids, longest, ahead, prompt_len,
     allow_seats, masks, words,
     bias_seats, biases, num_bias,
     stop_seats, stop_ids, num_stops, min_total,
     word_seats, bad_words, num_words,
     count_seats, counts, repetition, presence, frequency,
-    ENTRIES: tl.constexpr, TOKENS: tl.constexpr, SLOTS: tl.constexpr, PDL: tl.constexpr,
+    ENTRIES: tl.constexpr, TOKENS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program n: the biases of line n, from the unedited logits, then its bans."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     n = tl.program_id(0).to(tl.int64)
-    row = tl.load(rows + n // SLOTS).to(tl.int64)
+    row = tl.load(rows + n).to(tl.int64)
+    drafts = 0 if ahead is None else tl.load(ahead + n)
     entries = tl.arange(0, ENTRIES)
     if bias_seats is not None:
         seat = tl.load(bias_seats + row).to(tl.int64)
@@ -118,10 +118,10 @@ def _edit_named(
                     counting = tl.load(count_seats + row)
                     if counting >= 0:
                         factors = (repetition, presence, frequency)
-                        x = _penalised(x, ids, mask, row, counting, counts, vocab, *factors, known, token_ids, longest, n % SLOTS, SLOTS)
+                        x = _penalised(x, ids, mask, row, counting, counts, vocab, *factors, known, token_ids, longest, drafts)
                 tl.store(out + n * vocab + ids, x, mask=mask)
     tl.debug_barrier()  # a ban comes after the bias of the same token
-    total = tl.load(known + row) + (n % SLOTS).to(tl.int32)
+    total = tl.load(known + row) + drafts
     if stop_seats is not None:
         seat = tl.load(stop_seats + row).to(tl.int64)
         if (seat >= 0) & (total < tl.load(min_total + row)):
@@ -153,7 +153,7 @@ def edit_logits(
     stops: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
     bad_words: Seated | None,
     penalties: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None,
-    slots: int = 1,
+    ahead: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `reference.edit_logits`: two launches, one if no row has biases or bans. One read of the logits, and of the counts of rows with
     penalties."""
@@ -167,8 +167,8 @@ def edit_logits(
         logits = logits.contiguous()
     masks = (None, None, 0) if allowed is None else (*allowed, allowed[1].shape[1])
     counts = (None,) * 5 if penalties is None else penalties
-    head = (logits, out, logits.stride(0), vocab, rows, known, token_ids, token_ids.stride(0))
-    _edit_all[(n, triton.cdiv(vocab, BLOCK))](*head, *masks, *counts, BLOCK, slots, num_warps=4, **pdl(logits))
+    head = (logits, out, logits.stride(0), vocab, rows, known, token_ids, token_ids.stride(0), ahead)
+    _edit_all[(n, triton.cdiv(vocab, BLOCK))](*head, *masks, *counts, BLOCK, num_warps=4, **pdl(logits))
     if no_names:
         return out
     _edit_named[(n,)](
@@ -176,6 +176,6 @@ def edit_logits(
         *((None, None, 0) if bias is None else (*bias, bias[1].shape[1] // 2)),
         *((None, None, 0, None) if stops is None else (*stops[:2], stops[1].shape[1], stops[2])),
         *((None, None, 0) if bad_words is None else (*bad_words, bad_words[1].shape[1])),
-        *counts, ENTRIES, 1 if bad_words is None else bad_words[1].shape[2], slots, num_warps=2, **pdl(logits),
+        *counts, ENTRIES, 1 if bad_words is None else bad_words[1].shape[2], num_warps=2, **pdl(logits),
     )  # fmt: skip
     return out

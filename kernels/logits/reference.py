@@ -58,13 +58,13 @@ def edit_logits(
     stops: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
     bad_words: tuple[torch.Tensor, torch.Tensor] | None,
     penalties: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None,
-    slots: int = 1,
+    ahead: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """A copy of the logits with each row's allow list, bias, bans and penalties applied, in this order. None: no row has any.
 
     Float32, but in the logits' own type where allow lists are all that there is, since they change no number.
-    logits: [N * slots, V]: of each row `slots` lines, the j-th for the place j beyond its known tokens, with the drafts before that place
-    taken for known ones. rows: [N] int32. known, prompt_len: [R] int32. token_ids: [R, L] int32, the drafts behind the known tokens.
+    logits: [N, V]. rows: [N] int32. known, prompt_len: [R] int32. token_ids: [R, L] int32. ahead: [N] int32, how many tokens behind the
+    row's known ones, drafts, are taken for known in this line; None: nowhere any. A row may then have several lines.
     allowed: seats, [S + 1, ceil(V / 32)] int32 bitmasks; bit v % 32 of word v // 32 allows token v, others become -inf.
     bias: seats, [S + 1, 2 B] int32: B different ids, -1 for none, then the bits of B float32 numbers to add.
     stops: seats, [S + 1, K] int32 ids (-1 for none), min_total [R] int32: a row of fewer known tokens may not sample these ids.
@@ -74,9 +74,8 @@ def edit_logits(
     are divided by `repetition` if positive, else multiplied (Keskar et al. 2019, arXiv:1909.05858, section 4.1); then `presence` is taken
     off once for tokens of the output and `frequency` as often as they occur.
     """
-    row, vocab = rows.long().repeat_interleave(slots), logits.shape[1]
-    ahead = torch.arange(slots, device=rows.device, dtype=torch.int32).repeat(rows.shape[0])
-    upto = known[row] + ahead
+    row, vocab = rows.long(), logits.shape[1]
+    upto = known[row] if ahead is None else known[row] + ahead
     only_allowed = bias is None and stops is None and bad_words is None and penalties is None
     x = logits.to(logits.dtype if only_allowed else torch.float32, copy=True)
     if allowed is not None:
@@ -94,15 +93,21 @@ def edit_logits(
     if penalties is not None:
         seats, counts, repetition, presence, frequency = penalties
         words = counts[seats[row].long()]
-        for back in range(1, slots):
-            ids = token_ids[row, (upto - back).clamp(0, token_ids.shape[1] - 1).long()]
-            drafted = (back <= ahead) & (ids >= 0) & (ids < vocab)
-            units = torch.where(drafted, OUTPUT_UNIT, 0).to(words.dtype)
-            words = words.scatter_add(1, torch.where(drafted, ids, 0).long().unsqueeze(1), units.unsqueeze(1))
+        if ahead is not None:
+            words = _with_drafts(words, row, known, ahead, token_ids)
         factor, times = repetition[row].unsqueeze(1), (words >> 1).float()
         x = torch.where(words != 0, torch.where(x > 0, x / factor, x * factor), x)
         x = x - frequency[row].unsqueeze(1) * times - presence[row].unsqueeze(1) * (times > 0)
     return x
+
+
+def _with_drafts(words: torch.Tensor, row: torch.Tensor, known: torch.Tensor, ahead: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """Count words [N, V] with the drafts ahead as tokens of the output. row: [N] int64."""
+    place = torch.arange(token_ids.shape[1], device=row.device)
+    first = known[row].unsqueeze(1)
+    drafted = (place >= first) & (place < first + ahead.unsqueeze(1))
+    ids = torch.where(drafted, token_ids[row], 0).long()
+    return words.scatter_add(1, ids.clamp(0, words.shape[1] - 1), torch.where(drafted, OUTPUT_UNIT, 0).to(words.dtype))
 
 
 def _ban(x: torch.Tensor, ids: torch.Tensor, banned: torch.Tensor) -> None:

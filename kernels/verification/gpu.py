@@ -6,14 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 from modelrunner.kernels.builds import Build
-from modelrunner.kernels.sampling.gpu import FILTERED, _scan_build, _settle_build
-from modelrunner.kernels.verification.verify import BLOCK, STEPS, _accept, _recover, _spread, _sums, verify_drafts
+from modelrunner.kernels.sampling.gpu import FILTERED, _settle_build
+from modelrunner.kernels.verification.verify import BLOCK, STEPS, _accept, _recover, _sums, verify_drafts
 
 OVERRIDES: dict[str, Callable[..., Any]] = {"verify_drafts": verify_drafts}
 
 TYPES = {
-    **dict.fromkeys(("many", "lines", "stride", "vocab", "segments"), "i32"),
-    **dict.fromkeys(("drafts", "rows", "known", "line_rows", "positions", "choice", "places", "counts"), "*i32"),
+    **dict.fromkeys(("longest", "lines", "stride", "vocab", "segments"), "i32"),
+    **dict.fromkeys(("rows", "computed", "query_len", "token_ids", "choice", "places", "counts"), "*i32"),
     **dict.fromkeys(("temperature", "heats", "sums", "found", "draft_probs"), "*fp32"),
     **dict.fromkeys(("tokens", "seed"), "*i64"),
     **dict.fromkeys(("good", "samples", "ok"), "*i1"),
@@ -34,15 +34,8 @@ def _accept_build(k: int, absent: tuple[str, ...], judged: bool, typical: bool =
 
 
 BUILDS: list[Build] = [
-    *(_build(_spread, SLOTS=1 + k, BLOCK=BLOCK) for k in (1, 3, 5)),
-    *(
-        _scan_build(dtype, (*absent, "more"), *shape)
-        for dtype in ("*bf16", "*fp32")
-        for absent in (FILTERED, ())
-        for shape in ((1, 1), (2, 8))
-    ),
-    _settle_build("*bf16", (*FILTERED, "top_p", "min_p", "state", "more", "samples", "counts")),
-    *(_settle_build(dtype, ("more", "samples", "counts")) for dtype in ("*bf16", "*fp32")),
+    _settle_build("*bf16", (*FILTERED, "top_p", "min_p", "state", "samples", "counts")),
+    *(_settle_build(dtype, ("samples", "counts")) for dtype in ("*bf16", "*fp32")),
     *(_accept_build(k, (*JUDGING, "temperature"), False) for k in (1, 3, 5)),
     *(_accept_build(k, JUDGING, False) for k in (1, 3, 5)),
     _accept_build(3, (), True),

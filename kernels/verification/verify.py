@@ -29,25 +29,21 @@ NOWHERE = tl.constexpr(0x7FFFFFFF)
 Result = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-_ANY_SIZE = ["many", "lines", "segments"]
+_ANY_SIZE = ["longest", "lines", "segments"]
 
 
-@triton.jit(do_not_specialize=_ANY_SIZE)
-def _spread(rows, known, line_rows, positions, many, SLOTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Of every slot, its row of the table and the position of its token. line_rows, positions: [many] int32, many = N * SLOTS."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = slot < many
-    row = tl.load(rows + slot // SLOTS, mask=mask, other=0)
-    tl.store(line_rows + slot, row, mask=mask)
-    tl.store(positions + slot, tl.load(known + row, mask=mask, other=0) + slot % SLOTS, mask=mask)
+@triton.jit
+def _draft(line, mask, rows, samples, computed, query_len, token_ids, longest):
+    """Of lines that another line of the same row follows (mask): row, position, and the draft that the next line has ahead, or -1."""
+    row = tl.load(rows + line, mask=mask, other=0).to(tl.int64)
+    where = tl.load(computed + line, mask=mask, other=0) + tl.load(query_len + line, mask=mask, other=0)
+    counts = mask & (tl.load(samples + line + 1, mask=mask, other=0) != 0)
+    return row, where.to(tl.int64), tl.load(token_ids + row * longest + where, mask=counts, other=-1)
 
 
 @triton.jit(do_not_specialize=_ANY_SIZE)
 def _sums(
-    drafts, rows, known, temperature, scores, heats, lines, stride, vocab, sums, segments,
+    rows, samples, computed, query_len, token_ids, longest, temperature, scores, heats, lines, stride, vocab, sums, segments,
     K: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (m, s): STEPS blocks of the scores of draft m. lines: of scores, a row. heats: what scores are divided by; None: 1.
@@ -60,7 +56,7 @@ def _sums(
         gdc_wait()
     m = tl.program_id(0).to(tl.int64)
     n, j = m // K, m % K
-    row, draft = tl.load(rows + n).to(tl.int64), tl.load(drafts + m)
+    row, _, draft = _draft(n * (K + 1) + j, True, rows, samples, computed, query_len, token_ids, longest)
     if (draft >= 0) & (tl.load(temperature + row) > GREEDY_LIMIT):
         heat = 1.0 if heats is None else tl.load(heats + row)
         scores += (n * lines + j) * stride
@@ -113,7 +109,7 @@ def _holds(
 
 @triton.jit(do_not_specialize=_ANY_SIZE)
 def _recover(
-    drafts, rows, known, temperature, seed, choice, scores, heats, lines, stride, vocab, sums, segments,
+    rows, samples, computed, query_len, token_ids, longest, temperature, seed, choice, scores, heats, lines, stride, vocab, sums, segments,
     draft_probs, found, places,
     K: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -126,14 +122,13 @@ def _recover(
         gdc_wait()
     m = tl.program_id(0).to(tl.int64)
     n, j = m // K, m % K
-    row, draft = tl.load(rows + n).to(tl.int64), tl.load(drafts + m)
+    row, where, draft = _draft(n * (K + 1) + j, True, rows, samples, computed, query_len, token_ids, longest)
     if (draft >= 0) & (tl.load(temperature + row) > GREEDY_LIMIT):
         heat = 1.0 if heats is None else tl.load(heats + row)
         scores += (n * lines + j) * stride
         sums += m * segments * 3
         draft_probs += m * vocab
         key, which = tl.load(seed + row), tl.load(choice + row).to(tl.int64)
-        where = (tl.load(known + row) + j).to(tl.int64)
         kept = _holds(scores, draft, key, where, which, heat, sums, segments, draft_probs, 0.0, 0.0, PARTS, False)
         if kept == 0:
             best, total, _ = _whole(sums, segments, heat, PARTS)
@@ -166,8 +161,8 @@ def _replacement(found, places, segments, PARTS: tl.constexpr):
 
 @triton.jit(do_not_specialize=_ANY_SIZE)
 def _accept(
-    drafts, rows, known, temperature, seed, choice, scores, heats, lines, stride, vocab, sums, segments,
-    draft_probs, found, places, threshold, factor, samples, tokens, good, counts, ok,
+    rows, samples, computed, query_len, token_ids, longest, temperature, seed, choice, scores, heats, lines, stride, vocab, sums, segments,
+    draft_probs, found, places, threshold, factor, tokens, good, counts, ok,
     K: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, JUDGED: tl.constexpr, TYPICAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program n: how far the drafts of row n hold. tokens: [N, 1 + K] int64, drawn, of which drafts and recovered ones are put right."""
@@ -179,18 +174,16 @@ def _accept(
     own = n * (K + 1) + slot
     drawn = tl.load(tokens + own, mask=slot <= K, other=-2)
     fine = tl.load(good + own, mask=slot <= K, other=0) != 0
-    proposed = tl.load(drafts + n * K + slot, mask=slot < K, other=-1)
+    _, _, proposed = _draft(own, slot < K, rows, samples, computed, query_len, token_ids, longest)
     holds = (proposed >= 0) & (proposed == drawn)
-    if JUDGED:
-        row = tl.load(rows + n).to(tl.int64)
-        if tl.load(temperature + row) > GREEDY_LIMIT:
-            heat = 1.0 if heats is None else tl.load(heats + row)
-            key, which = tl.load(seed + row), tl.load(choice + row).to(tl.int64)
+    if JUDGED:  # noqa: SIM102  (the compiler must not see the rest)
+        if tl.load(temperature + tl.load(rows + n * (K + 1))) > GREEDY_LIMIT:
             for j in range(K):
-                m = n * K + j
-                draft = tl.load(drafts + m)
+                row, where, draft = _draft(n * (K + 1) + j, True, rows, samples, computed, query_len, token_ids, longest)
                 if draft >= 0:
-                    where = (tl.load(known + row) + j).to(tl.int64)
+                    m = n * K + j
+                    heat = 1.0 if heats is None else tl.load(heats + row)
+                    key, which = tl.load(seed + row), tl.load(choice + row).to(tl.int64)
                     line, total = scores + (n * lines + j) * stride, sums + m * segments * 3
                     q = draft_probs
                     if not TYPICAL:
@@ -208,7 +201,7 @@ def _accept(
     stops = tl.min(tl.where(holds & fine, WIDTH, slot), 0)  # the first slot that is not gone beyond
     last = tl.max(tl.where(slot == stops, fine.to(tl.int32), 0), 0)
     first = tl.max(tl.where(slot == 0, fine.to(tl.int32), 0), 0)
-    tl.store(counts + n, tl.where(tl.load(samples + n) != 0, stops + last, 0))
+    tl.store(counts + n, tl.where(tl.load(samples + n * (K + 1)) != 0, stops + last, 0))
     tl.store(ok + n, first != 0)
 
 
@@ -236,15 +229,17 @@ class Judged:
 
 
 NOT_JUDGED = (None, None, 0, 0, 0, None, 0)
-Head = tuple[torch.Tensor | None, ...]  # arguments of the kernels, from `drafts` to `temperature` or `choice`
+Head = tuple[torch.Tensor | int | None, ...]  # arguments of the kernels, from `rows` to `temperature` or `choice`
 
 
 def verify_drafts(
     logits: torch.Tensor,
-    drafts: torch.Tensor,
     rows: torch.Tensor,
     samples: torch.Tensor,
-    known: torch.Tensor,
+    computed: torch.Tensor,
+    query_len: torch.Tensor,
+    token_ids: torch.Tensor,
+    slots: int,
     temperature: torch.Tensor | None,
     top_k: torch.Tensor | None,
     top_p: torch.Tensor | None,
@@ -254,26 +249,23 @@ def verify_drafts(
     draft_probs: torch.Tensor | None = None,
     typical: tuple[float, float] | None = None,
 ) -> Result:
-    """See `reference.verify_drafts`: the launches of `greedy` and one more, or of `sample` and two more; one read of the logits.
+    """See `reference.verify_drafts`: the launches of `greedy` or `sample`, and one more; one read of the logits.
 
     draft_probs cost two launches and two reads of the logits of drafts more, typical acceptance one of each. With either of them, rows with
     filters have what they draw from written out first.
     """
-    (n, k), slots = drafts.shape, 1 + drafts.shape[1]
-    drafts = drafts.contiguous()
+    n, k = logits.shape[0] // slots, slots - 1
     if logits.stride(1) != 1:
         logits = logits.contiguous()
-    counts, ok = torch.empty(n, dtype=torch.int32, device=rows.device), torch.empty(n, dtype=torch.bool, device=rows.device)
-    if n == 0:
-        return torch.empty(n, slots, dtype=torch.int64, device=rows.device), counts, ok
     columns = None
     if temperature is not None:
-        line_rows, positions = (torch.empty(n * slots, dtype=torch.int32, device=rows.device) for _ in range(2))
-        grid = (triton.cdiv(n * slots, BLOCK),)
-        _spread[grid](rows, known, line_rows, positions, n * slots, slots, BLOCK, num_warps=4, **pdl(logits))
-        columns = Columns(temperature, top_k, top_p, min_p, seed, choice, positions, rows=line_rows)
+        columns = Columns(temperature, top_k, top_p, min_p, seed, choice, computed, query_len, rows)
     flat, good, _ = _run(logits, columns, None)
-    head, judged, probs = (drafts, rows, known, temperature), None, None
+    counts, ok = torch.empty(n, dtype=torch.int32, device=rows.device), torch.empty(n, dtype=torch.bool, device=rows.device)
+    if n == 0:
+        return flat.view(n, slots), counts, ok
+    head: Head = (rows, samples, computed, query_len, token_ids, token_ids.stride(0), temperature)
+    judged, probs = None, None
     if temperature is not None and k and (draft_probs is not None or typical is not None):
         judged = _judged(head, logits, slots, (temperature, top_k, top_p, min_p))
         if typical is None:
@@ -284,7 +276,7 @@ def verify_drafts(
     if judged is not None:
         given, found, parts = judged.given, (judged.found, judged.places), judged.segments  # type: ignore[assignment]
     constants = (k, max(2, triton.next_power_of_2(slots)), places_of(parts), judged is not None, typical is not None)
-    out = (samples, flat, good, counts, ok)
+    out = (flat, good, counts, ok)
     _accept[(n,)](*head, seed, choice, *given, probs, *found, *(typical or (0.0, 0.0)), *out, *constants, num_warps=1, **pdl(logits))
     return flat.view(n, slots), counts, ok
 
@@ -292,11 +284,11 @@ def verify_drafts(
 def _judged(head: Head, logits: torch.Tensor, slots: int, columns: tuple[torch.Tensor | None, ...]) -> Judged:
     """columns: temperature and the filters."""
     (many, vocab), k = logits.shape, slots - 1
-    n, rows = many // slots, head[1]
-    assert rows is not None
+    n, rows = many // slots, head[0]
+    assert isinstance(rows, torch.Tensor)
     scores, heats, lines = logits, columns[0], slots
     if any(column is not None for column in columns[1:]):
-        own = rows.unsqueeze(1).expand(n, k).reshape(-1)
+        own = rows.view(n, slots)[:, :k].flatten()
         given = (None if column is None else column.index_select(0, own) for column in columns)
         scores = processed_logits(logits.unflatten(0, (n, slots))[:, :k].flatten(0, 1), *given)  # type: ignore[arg-type]
         heats, lines = None, k

@@ -15,6 +15,7 @@ from modelrunner.ops import Registry
 from modelrunner.plugins import reference_kernels
 from modelrunner.request import Request, SamplingParams
 from modelrunner.sampler import Functions, ProcessorRegistry, Processors, Sampler, default_stages
+from modelrunner.sampler import sampler as sampler_module
 from modelrunner.settings import load_settings
 
 VOCAB, LONGEST, K = 40, 24, 3
@@ -63,7 +64,10 @@ ROWS: list[dict[str, Any]] = [
 
 
 def batch_of(sampler: Sampler, requests: Sequence[Request], output: Sequence[Sequence[int]], drafts: torch.Tensor) -> Batch:
-    """Rows in the table's order, with columns and seats filled as the table would; the drafts lie behind the outputs."""
+    """Rows in the table's order, with columns and seats filled as the table would; the drafts lie behind the outputs.
+
+    drafts: [n, k], -1 for none. With k > 0 the batch has a line for each place.
+    """
     n, columns = len(requests), {}
     for column in sampler.columns(SETTINGS, VOCAB):
         values = [sampler.row_values(r).get(column.name, column.default) for r in requests]
@@ -84,23 +88,30 @@ def batch_of(sampler: Sampler, requests: Sequence[Request], output: Sequence[Seq
     features = Feature.GREEDY
     for r in requests:
         features |= sampler.features(r.params)
-    count, ones = torch.arange(n + 1, dtype=torch.int32), torch.ones(n, dtype=torch.int32)
-    fields = dict.fromkeys(("query_start", "num_accepted", "sample_index", "input_ids", "positions", "token_row", "token_valid"), count)
+    slots, count = 1 + drafts.shape[1], torch.arange(n, dtype=torch.int32)
+    ahead = torch.arange(slots, dtype=torch.int32).repeat(n)
+    fields = dict.fromkeys(
+        ("query_start", "seq_len", "num_accepted", "sample_index", "input_ids", "positions", "token_row", "token_valid"), count
+    )
     return Batch(
         **fields,  # type: ignore[arg-type]
-        **dict.fromkeys(("num_rows", "num_tokens", "num_decode"), n),
+        **dict.fromkeys(("num_tokens", "num_decode"), n),
         **dict.fromkeys(("max_query", "max_seq_len"), 1),
-        num_draft=K,
+        num_rows=n * slots,
+        num_draft=slots - 1,
         features=features,
-        rows=count[:n],
-        query_len=ones,
-        computed=known - 1,
-        seq_len=known,
-        samples=ones.bool(),
+        rows=count.repeat_interleave(slots),
+        query_len=1 + ahead,
+        computed=(known - 1).repeat_interleave(slots),
+        samples=torch.cat((torch.ones(n, 1, dtype=torch.bool), drafts >= 0), 1).flatten(),
         slots={},
         block_tables={},
         columns={**columns, "known": known, "token_ids": tokens},
+        ahead=ahead if slots > 1 else None,
     )
+
+
+NO_DRAFTS = torch.zeros(len(ROWS) * 4, 0, dtype=torch.int32)
 
 
 def by_hand(
@@ -111,7 +122,7 @@ def by_hand(
     edited = torch.zeros_like(logits, dtype=torch.float32)
     places = logits.unflatten(0, (-1, 1 + K))
     for j in range(1 + K):
-        some = batch_of(sampler, requests, [[*OUTPUT, *own] for own in found], torch.full_like(drafts, -1))
+        some = batch_of(sampler, requests, [[*OUTPUT, *own] for own in found], NO_DRAFTS)
         seen: list[torch.Tensor] = []
         tokens, _, ok = sampler.sample(places[:, j], some, lambda _, x, *__, seen=seen: seen.append(x.float()))
         assert ok.all()
@@ -123,8 +134,8 @@ def by_hand(
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-def test_each_place_is_sampled_as_without_drafts(share: float) -> None:
-    """Every stage, for drafts that hold to different lengths: tokens, and the processed logits that log-probs are made of."""
+def test_each_place_is_sampled_as_without_drafts(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every stage, in slices, for drafts that hold to different lengths: tokens, and the processed logits that log-probs are made of."""
     sampler = make_sampler()
     sampler.columns(SETTINGS, VOCAB)
     sampler._logprobs.processed = True  # type: ignore[union-attr]
@@ -139,7 +150,16 @@ def test_each_place_is_sampled_as_without_drafts(share: float) -> None:
     want, edited = by_hand(sampler, logits, requests, drafts)
     seen: list[torch.Tensor] = []
     batch = batch_of(sampler, requests, [OUTPUT] * len(requests), drafts)
-    tokens, counts, ok = sampler.sample(logits, batch, lambda _, x, *__: seen.append(x), drafts)
+    starts: list[int] = []
+
+    def note(start: int, x: torch.Tensor, drawn: torch.Tensor, rows: torch.Tensor) -> None:
+        assert x.shape[0] == drawn.shape[0] == rows.shape[0]
+        starts.append(start)
+        seen.append(x)
+
+    monkeypatch.setattr(sampler_module, "EDITED_LINES", 60)
+    tokens, counts, ok = sampler.sample(logits, batch, note)
+    assert starts == [0, 60, 120]
     assert ok.all()
     assert [row[:count] for row, count in zip(tokens.tolist(), counts.tolist(), strict=True)] == want
     assert {len(own) for own in want} >= ({1} if share < 1 else {1, 1 + K})
@@ -171,7 +191,7 @@ def test_rows_that_must_not_draft() -> None:
     drafts = torch.tensor([[3, 4, 5], [-1, -1, -1]], dtype=torch.int32)
     logits = torch.full((2 * (1 + K), VOCAB), 1.0)
     logits[[0, 1, 2], [3, 4, 5]] = 2.0
-    tokens, counts, _ = sampler.sample(logits, batch_of(sampler, requests, [OUTPUT] * 2, drafts), None, drafts)
+    tokens, counts, _ = sampler.sample(logits, batch_of(sampler, requests, [OUTPUT] * 2, drafts))
     assert (counts.tolist(), tokens[0, :3].tolist(), int(tokens[1, 0])) == ([4, 1], [3, 4, 5], 11)
 
 
@@ -182,6 +202,6 @@ def test_typical_acceptance_is_for_rows_that_draw() -> None:
     drafts = torch.full((2, K), 3, dtype=torch.int32)
     logits = torch.arange(VOCAB, 0, -1).float().div(10).expand(2 * (1 + K), -1)
     batch = batch_of(sampler, requests, [OUTPUT] * 2, drafts)
-    assert sampler.sample(logits, batch, None, drafts)[1].tolist() == [1, 1 + K]
+    assert sampler.sample(logits, batch)[1].tolist() == [1, 1 + K]
     greedy = replace(batch, features=Feature.GREEDY)
-    assert sampler.sample(logits, greedy, None, drafts)[1].tolist() == [1, 1]
+    assert sampler.sample(logits, greedy)[1].tolist() == [1, 1]

@@ -37,6 +37,17 @@ def verifiers() -> list[Verify]:
 each_verifier = pytest.mark.parametrize("verify", verifiers(), ids=lambda f: f.__module__.rpartition(".")[2])
 
 
+def lines_of(rows: torch.Tensor, known: torch.Tensor, drafts: torch.Tensor, alive: bool | torch.Tensor = True) -> tuple[Any, ...]:
+    """Arguments of `verify_drafts` from `rows` to `slots`. drafts: [N, k], -1 for none; known, drafts: of rows 0, 1, ..."""
+    slots = 1 + drafts.shape[1]
+    ahead = torch.arange(slots, dtype=torch.int32, device=DEVICE)
+    present = torch.cat((torch.ones_like(drafts[:, :1]), drafts >= 0), 1).bool() & torch.as_tensor(alive, device=DEVICE).view(-1, 1)
+    query_len = 1 + ahead.repeat(len(rows))
+    token_ids = torch.full((len(rows), 40), 3, dtype=torch.int32, device=DEVICE)
+    token_ids.scatter_(1, known.long().unsqueeze(1) + ahead[:-1].long(), drafts)
+    return rows.repeat_interleave(slots), present.flatten(), (known - 1).repeat_interleave(slots), query_len, token_ids, slots
+
+
 class World:
     """Rows that start from token 0 at position 1, and their columns. `model` [V, V]: the logits after each token."""
 
@@ -60,10 +71,8 @@ class World:
     def verify(self, verify: Verify, drafts: torch.Tensor, probs: torch.Tensor | None = None, **more: Any) -> torch.Tensor:
         """One step; returns how many tokens each row got."""
         logits = self.model[torch.cat((self.newest, drafts.clamp(min=0).long()), 1)].flatten(0, 1)
-        everyone = torch.ones_like(self.rows, dtype=torch.bool)
-        tokens, counts, ok = verify(
-            logits, drafts, self.rows, everyone, self.known, **self.columns, seed=self.seed, choice=self.choice, draft_probs=probs, **more
-        )
+        columns = {**self.columns, "seed": self.seed, "choice": self.choice}
+        tokens, counts, ok = verify(logits, *lines_of(self.rows, self.known, drafts), **columns, draft_probs=probs, **more)
         assert ok.all()
         assert (counts >= 1).all()
         place = self.known.long().unsqueeze(1) + torch.arange(tokens.shape[1], device=DEVICE)
@@ -262,9 +271,9 @@ def test_runs_end_before_a_place_without_a_token(verify: Verify) -> None:
     logits[:, :, 2] = 1.0
     logits[0, 1], logits[1, 0], logits[2, 2, 3] = -torch.inf, torch.nan, torch.inf
     rows, drafts = torch.arange(5, dtype=torch.int32, device=DEVICE), torch.full((5, 2), 2, dtype=torch.int32, device=DEVICE)
-    samples = rows != 4
-    zeros = torch.zeros(5, dtype=torch.int64, device=DEVICE)
-    tokens, counts, ok = verify(logits.flatten(0, 1), drafts, rows, samples, rows, None, None, None, None, zeros, rows)
+    seed = torch.zeros(5, dtype=torch.int64, device=DEVICE)
+    given = (*lines_of(rows, rows + 1, drafts, rows != 4), None, None, None, None, seed, rows)
+    tokens, counts, ok = verify(logits.flatten(0, 1), *given)
     assert (counts.tolist(), ok.tolist()) == ([1, 0, 2, 3, 0], [True, False, True, True, True])
     assert tokens[3].tolist() == [2, 2, 2]
 

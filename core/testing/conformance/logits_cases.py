@@ -56,7 +56,7 @@ def count_tokens(ops: Any, draw: Any, rows: int, vocab: int) -> Any:
 
 
 def edit_logits(ops: Any, draw: Any, rows: int, vocab: int, parts: str, slots: int = 1) -> Any:
-    """parts: a letter for each of allow list, bias, stop ids, bad words and penalties. slots: lines a row."""
+    """parts: a letter for each of allow list, bias, stop ids, bad words and penalties. slots: lines of a row, each with one draft more."""
     table = Table.made(draw, rows, vocab)
     logits = draw.noise(rows * slots, vocab + 3)[:, :vocab]
     kept, lines = logits.clone(), table.known.shape[0]
@@ -79,7 +79,9 @@ def edit_logits(ops: Any, draw: Any, rows: int, vocab: int, parts: str, slots: i
         "p": (table.seats, counts, *factors),
     }
     chosen = [value if name in parts else None for name, value in given.items()]
-    edited = ops.edit_logits(logits, table.own, table.known, table.prompt_len, table.token_ids, *chosen, *([slots] if slots > 1 else []))
+    rows_of_lines = table.own.repeat_interleave(slots)
+    ahead = [] if slots == 1 else [torch.arange(slots, dtype=torch.int32, device=draw.device).repeat(rows)]
+    edited = ops.edit_logits(logits, rows_of_lines, table.known, table.prompt_len, table.token_ids, *chosen, *ahead)
     return edited, logits - kept
 
 

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+LONGEST = 30
+
 
 def verify_drafts(ops: Any, draw: Any, rows: int, slots: int, vocab: int, kind: str) -> Any:
     """kind: `greedy` without columns, `plain`, `filtered`, and for `probs`, `filtered_probs`, `typical`, `filtered_typical`, rows of which
@@ -31,15 +33,19 @@ def verify_drafts(ops: Any, draw: Any, rows: int, slots: int, vocab: int, kind: 
         columns["top_p"], columns["min_p"] = draw.uniform(table) * 0.98 + 0.02, draw.uniform(table) * 0.2
     elif kind == "greedy":
         columns["temperature"] = None
-    some = torch.arange(k, device=draw.device) < draw.integers(0, slots, rows).unsqueeze(1)
-    head = (own, draw.uniform(rows) > 0.2, draw.integers(1, 9999, table, dtype=torch.int32))
-    drawn = ops.verify_drafts(logits, torch.full_like(some, -1, dtype=torch.int32), *head, **columns)[0][:, :k].int()
-    other = draw.integers(0, vocab, rows, k, dtype=torch.int32)
-    drafts = torch.where(some, torch.where(draw.uniform(rows, k) < 0.7, drawn, other), -1)
+    known = draw.integers(1, LONGEST - slots, table, dtype=torch.int32)
+    ahead = torch.arange(slots, dtype=torch.int32, device=draw.device).repeat(rows)
+    lines, query_len = own.repeat_interleave(slots), draw.integers(1, 3, many, dtype=torch.int32)
+    samples = (ahead.view(rows, slots) < draw.integers(0, slots + 1, rows).unsqueeze(1)).flatten()
+    token_ids = draw.integers(0, vocab, table, LONGEST, dtype=torch.int32)
+    head = (logits, lines, samples, known[lines.long()] + ahead - query_len, query_len, token_ids, slots)
+    drawn = ops.verify_drafts(*head, **columns)[0][:, :k].int()
+    places = own.long().unsqueeze(1), known[own.long()].long().unsqueeze(1) + torch.arange(k, device=draw.device)
+    token_ids[places] = torch.where(draw.uniform(rows, k) < 0.7, drawn, token_ids[places])
     probs = draw.uniform(rows, k, vocab) * (draw.uniform(rows, k, vocab) < 0.5) + 1e-6
     more = {"draft_probs": probs / probs.sum(-1, keepdim=True)} if "probs" in kind else {}
     more |= {"typical": (0.3, 0.09)} if "typical" in kind else {}
-    tokens, counts, ok = ops.verify_drafts(logits, drafts, *head, **columns, **more)
+    tokens, counts, ok = ops.verify_drafts(*head, **columns, **more)
     counting = torch.arange(slots, device=draw.device) < counts.unsqueeze(1)
     return torch.where(counting, tokens, -1), counts, ok, (logits == kept) | logits.isnan()
 
