@@ -2,106 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from chi_square import assert_fits
-from triton_world import DEVICE, ON_GPU
+from verify_world import DEVICE, LENGTH, ROWS, Draft, K, Verify, World, drawing, lines_of, verifiers
 
 from modelrunner.kernels.logprobs.reference import processed_logits
 from modelrunner.kernels.sampling import sample
-from modelrunner.kernels.sampling.philox import PURPOSE_DRAFT, gumbel_noise
+from modelrunner.kernels.sampling.philox import PURPOSE_DRAFT
 from modelrunner.kernels.verification import reference
 
-ROWS = 200_000
-VOCAB, K, LENGTH = 5, 3, 3
-Verify = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+VOCAB = 5
 # Logits of the token after each token: one far ahead, one impossible, some near each other.
 MODEL = torch.tensor(
     [[0.0, 1.0, -1.0, 0.5, -torch.inf], [2.0, 0.0, 0.1, 0.2, -2.0], [0.0] * 5, [-1.0, 4.0, 0.0, 0.3, 1.0], [0.5, -0.5, 1.5, 0.0, -1.0]]
 )
-Draft = Callable[["World", torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
-
-
-def verifiers() -> list[Verify]:
-    """The reference, and on a GPU the kernels."""
-    if not ON_GPU:
-        return [reference.verify_drafts]
-    from modelrunner.kernels.verification.gpu import OVERRIDES
-
-    return [reference.verify_drafts, OVERRIDES["verify_drafts"]]
-
-
 each_verifier = pytest.mark.parametrize("verify", verifiers(), ids=lambda f: f.__module__.rpartition(".")[2])
 
 
-def lines_of(rows: torch.Tensor, known: torch.Tensor, drafts: torch.Tensor, alive: bool | torch.Tensor = True) -> tuple[Any, ...]:
-    """Arguments of `verify_drafts` from `rows` to `slots`. drafts: [N, k], -1 for none; known, drafts: of rows 0, 1, ..."""
-    slots = 1 + drafts.shape[1]
-    ahead = torch.arange(slots, dtype=torch.int32, device=DEVICE)
-    present = torch.cat((torch.ones_like(drafts[:, :1]), drafts >= 0), 1).bool() & torch.as_tensor(alive, device=DEVICE).view(-1, 1)
-    query_len = 1 + ahead.repeat(len(rows))
-    token_ids = torch.full((len(rows), 40), 3, dtype=torch.int32, device=DEVICE)
-    token_ids.scatter_(1, known.long().unsqueeze(1) + ahead[:-1].long(), drafts)
-    return rows.repeat_interleave(slots), present.flatten(), (known - 1).repeat_interleave(slots), query_len, token_ids, slots
-
-
-class World:
-    """Rows that start from token 0 at position 1, and their columns. `model` [V, V]: the logits after each token."""
-
-    def __init__(self, rows: int = ROWS, model: torch.Tensor = MODEL, seed: torch.Tensor | None = None, **given: float) -> None:
-        self.model, self.rows = model.to(DEVICE), torch.arange(rows, dtype=torch.int32, device=DEVICE)
-        self.known = torch.ones_like(self.rows)
-        self.tokens = torch.zeros(rows, LENGTH + K + 2, dtype=torch.int64, device=DEVICE)
-        self.seed = torch.arange(rows, device=DEVICE) if seed is None else seed.to(DEVICE)
-        self.choice = torch.zeros_like(self.rows)
-        types = {"temperature": torch.float32, "top_k": torch.int32, "top_p": torch.float32, "min_p": torch.float32}
-        filled = {"temperature": 1.0, **given}
-        self.columns = {
-            name: torch.full((rows,), filled[name], dtype=dtype, device=DEVICE) if name in filled else None for name, dtype in types.items()
-        }
-        self.drafted, self.accepted = 0, 0
-
-    @property
-    def newest(self) -> torch.Tensor:
-        return self.tokens.gather(1, self.known.long().unsqueeze(1) - 1)
-
-    def verify(self, verify: Verify, drafts: torch.Tensor, probs: torch.Tensor | None = None, **more: Any) -> torch.Tensor:
-        """One step; returns how many tokens each row got."""
-        logits = self.model[torch.cat((self.newest, drafts.clamp(min=0).long()), 1)].flatten(0, 1)
-        columns = {**self.columns, "seed": self.seed, "choice": self.choice}
-        tokens, counts, ok = verify(logits, *lines_of(self.rows, self.known, drafts), **columns, draft_probs=probs, **more)
-        assert ok.all()
-        assert (counts >= 1).all()
-        place = self.known.long().unsqueeze(1) + torch.arange(tokens.shape[1], device=DEVICE)
-        counting = (torch.arange(tokens.shape[1], device=DEVICE) < counts.unsqueeze(1)) & (place < self.tokens.shape[1])
-        place = place.clamp(max=self.tokens.shape[1] - 1)
-        self.tokens.scatter_(1, place, torch.where(counting, tokens, self.tokens.gather(1, place)))
-        self.drafted += int((drafts[:, 0] >= 0).sum())
-        self.accepted += int(((counts > 1) & (drafts[:, 0] >= 0)).sum())
-        self.known += counts
-        return counts
-
-    def run(self, verify: Verify, draft: Draft, **more: Any) -> World:
-        """Until every row has LENGTH new tokens; rows that have them take no drafts."""
-        while (left := self.known <= LENGTH).any():
-            known, tokens = self.known.clone(), self.tokens.clone()
-            drafts, probs = draft(self, self.newest)
-            self.verify(verify, drafts, probs, **more)
-            self.known = torch.where(left, self.known, known)
-            self.tokens = torch.where(left.unsqueeze(1), self.tokens, tokens)
-        return self
-
-    def assert_right(self) -> None:
-        """The first three tokens together: every pair and every place, and what each says of the next."""
-        scores = {name: None if column is None else column[: len(self.model)] for name, column in self.columns.items()}
-        chance = processed_logits(self.model, **scores).softmax(-1).cpu().double()  # type: ignore[arg-type]
-        together = chance[0][:, None, None] * chance[:, :, None] * chance[None, :, :]
-        first, second, third = self.tokens[:, 1 : 1 + LENGTH].cpu().unbind(1)
-        size = len(self.model)
-        assert_fits(torch.bincount((first * size + second) * size + third, minlength=size**3), together.flatten() * len(self.rows))
+def assert_right(world: World) -> None:
+    """The first three tokens together: every pair and every place, and what each says of the next."""
+    scores = {name: None if column is None else column[:VOCAB] for name, column in world.columns.items()}
+    chance = processed_logits(world.model, **scores).softmax(-1).cpu().double()  # type: ignore[arg-type]
+    together = chance[0][:, None, None] * chance[:, :, None] * chance[None, :, :]
+    first, second, third = world.tokens[:, 1 : 1 + LENGTH].cpu().unbind(1)
+    assert_fits(torch.bincount((first * VOCAB + second) * VOCAB + third, minlength=VOCAB**3), together.flatten() * len(world.rows))
 
 
 # ---- drafters ----------------------------------------------------------------------------------------------------------
@@ -129,22 +54,6 @@ def foresight(share: float) -> Draft:
             right = (torch.rand(len(newest), generator=own) < share).to(DEVICE)
             found.append(torch.where(right, drawn, (drawn + 1) % size).unsqueeze(1))
         return torch.cat(found[1:], 1).int(), None
-
-    return draft
-
-
-def drawing(proposed: torch.Tensor) -> Draft:
-    """Draws from `proposed` [V, V], the probabilities after each token, or [V], and says so."""
-
-    def draft(world: World, newest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        table = proposed.to(DEVICE).expand(len(world.model), -1)
-        found, probs = [newest], []
-        for j in range(K):
-            chances = table[found[-1][:, 0]]
-            noise = gumbel_noise(world.seed, world.known + j, world.choice, PURPOSE_DRAFT, chances.shape[1])
-            found.append((chances.log() + noise).argmax(-1, keepdim=True))
-            probs.append(chances)
-        return torch.cat(found[1:], 1).int(), torch.stack(probs, 1)
 
     return draft
 
@@ -189,21 +98,21 @@ FILTERS: list[dict[str, float]] = [
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @each_verifier
 def test_the_distribution_is_the_targets(verify: Verify, drafter: str) -> None:
-    World().run(verify, DRAFTERS[drafter]).assert_right()
+    assert_right(World(MODEL).run(verify, DRAFTERS[drafter]))
 
 
 @pytest.mark.parametrize("drafter", ["the likeliest", "drawn, unlike"])
 @pytest.mark.parametrize("given", FILTERS, ids=str)
 @each_verifier
 def test_the_distribution_is_the_filtered_one(verify: Verify, given: dict[str, float], drafter: str) -> None:
-    World(**given).run(verify, DRAFTERS[drafter]).assert_right()
+    assert_right(World(MODEL, **given).run(verify, DRAFTERS[drafter]))
 
 
 @each_verifier
 def test_rows_of_one_seed_at_other_positions_are_independent(verify: Verify) -> None:
-    world = World(seed=torch.full((ROWS,), 11))
+    world = World(MODEL, seed=torch.full((ROWS,), 11))
     world.choice = world.rows
-    world.run(verify, drawing(UNLIKE)).assert_right()
+    assert_right(world.run(verify, drawing(UNLIKE)))
 
 
 @pytest.mark.parametrize("drafter", [name for name in DRAFTERS if "drawn" not in name])
@@ -214,7 +123,7 @@ def test_tokens_are_those_without_a_drafter(verify: Verify, drafter: str) -> Non
     def none(world: World, newest: torch.Tensor) -> tuple[torch.Tensor, None]:
         return torch.full((len(newest), K), -1, dtype=torch.int32, device=DEVICE), None
 
-    plain, drafted = (World(3000, top_k=4, temperature=1.2).run(verify, each) for each in (none, DRAFTERS[drafter]))
+    plain, drafted = (World(MODEL, 3000, top_k=4, temperature=1.2).run(verify, each) for each in (none, DRAFTERS[drafter]))
     assert torch.equal(plain.tokens[:, : 1 + LENGTH], drafted.tokens[:, : 1 + LENGTH])
 
 
@@ -222,7 +131,7 @@ def test_tokens_are_those_without_a_drafter(verify: Verify, drafter: str) -> Non
 def test_how_much_is_accepted(verify: Verify) -> None:
     """The overlap of p and q (Leviathan et al. 2023, corollary 3.6); all where both are equal."""
     for proposed, model in ((UNLIKE, MODEL), (MODEL.softmax(-1), MODEL)):
-        world = World()
+        world = World(model)
         world.verify(verify, *drawing(proposed)(world, world.newest))
         overlap = torch.minimum(model[0].softmax(-1), proposed[0]).sum().item()
         assert world.accepted / world.drafted == pytest.approx(overlap, abs=0.005)
@@ -233,7 +142,7 @@ def test_noise_that_is_shared_is_noticed(shared: str, monkeypatch: pytest.Monkey
     """Or else these tests could not fail: acceptance or recovery by the noise that the draft was drawn by."""
     monkeypatch.setattr(reference, shared, PURPOSE_DRAFT)
     with pytest.raises(AssertionError, match="chi-square"):
-        World().run(reference.verify_drafts, DRAFTERS["drawn, unlike"]).assert_right()
+        assert_right(World(MODEL).run(reference.verify_drafts, DRAFTERS["drawn, unlike"]))
 
 
 def test_a_drafter_that_misstates_its_probabilities_is_noticed() -> None:
@@ -241,7 +150,7 @@ def test_a_drafter_that_misstates_its_probabilities_is_noticed() -> None:
         return drawing(UNLIKE)(world, newest)[0], drawing(UNLIKE.roll(1, 1))(world, newest)[1]
 
     with pytest.raises(AssertionError, match="chi-square"):
-        World().run(reference.verify_drafts, draft).assert_right()
+        assert_right(World(MODEL).run(reference.verify_drafts, draft))
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
@@ -249,10 +158,10 @@ def test_a_drafter_that_misstates_its_probabilities_is_noticed() -> None:
 def test_greedy_rows_take_the_best_token_at_each_place(verify: Verify, drafter: str) -> None:
     """With and without a temperature in the step; drafts hold while they are the best tokens."""
     for columns in ({"temperature": 0.0}, None):
-        world = World(64, **(columns or {}))
+        world = World(MODEL, 64, **(columns or {}))
         if columns is None:
             world.columns = dict.fromkeys(world.columns)
-        drafts, probs = DRAFTERS[drafter](World(64), world.newest)
+        drafts, probs = DRAFTERS[drafter](World(MODEL, 64), world.newest)
         counts = world.verify(verify, drafts, probs if columns else None)
         best = [0]
         for _ in range(K + 1):
@@ -282,9 +191,9 @@ def test_runs_end_before_a_place_without_a_token(verify: Verify) -> None:
 def test_typical_acceptance(verify: Verify) -> None:
     """Keeps every draft that is likely enough and those that are drawn, and no others; greedy rows as ever."""
     threshold, factor = 0.3, 0.5
-    world = World(20_000)
+    world = World(MODEL, 20_000)
     drafts = (world.rows % VOCAB).unsqueeze(1).expand(-1, K).contiguous()
-    plain = World(20_000)
+    plain = World(MODEL, 20_000)
     plain.verify(verify, drafts)
     counts = world.verify(verify, drafts, typical=(threshold, factor))
     chance = MODEL[0].softmax(-1)
@@ -297,5 +206,5 @@ def test_typical_acceptance(verify: Verify) -> None:
         accepted = world.tokens[mine, 1] == token
         assert torch.equal(accepted, torch.full_like(accepted, True) if enough[token] else own[mine] == token)
         assert (counts[mine & (world.tokens[:, 1] != token)] == 1).all()
-    cold = World(64, temperature=0.0)
+    cold = World(MODEL, 64, temperature=0.0)
     assert set(cold.verify(verify, torch.full_like(drafts[:64], 3), typical=(1e-9, 1e-9)).tolist()) == {1}

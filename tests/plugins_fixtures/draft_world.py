@@ -41,3 +41,8 @@ def drafted(pattern: Pattern = PATTERNS["right"], turns: Sequence[int] = (), sub
 
 def greedy(**more: object) -> SamplingParams:
     return SamplingParams(**{"temperature": 0, "max_tokens": 24, "ignore_eos": True} | more)  # type: ignore[arg-type]
+
+
+def certain(token: int, subject: Subject) -> Subject:
+    """The subject with a drafter that always proposes one token."""
+    return replace(subject, plugins=(*subject.plugins, ScriptDrafterPlugin(lambda request: [token] * request.params.max_tokens)))
