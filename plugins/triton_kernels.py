@@ -16,17 +16,8 @@ if TYPE_CHECKING:
 MODELRUNNER_API = ">=1,<2"
 # The folders of `kernels/` with a gpu.py.
 AREAS = (
-    "table",
-    "batch",
-    "embedding",
-    "norm",
-    "activation",
-    "linear",
-    "rope",
-    "attention",
-    "logits",
-    "logprobs",
-    "sampling",
+    *("table", "batch", "embedding", "norm", "activation", "linear", "rope", "attention", "logits", "logprobs", "sampling"),
+    "speculation",
     "verification",
 )
 
