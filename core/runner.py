@@ -218,7 +218,7 @@ class Runner:
     def _new_route(self, plan: Plan) -> Route:
         shape = self.buckets.shape(plan)
         keys = () if self.warming_up else self.graphs.keys(plan, shape)
-        works = [partial(self.graphs.run, key) for key in keys]
+        works: list[Callable[[], None]] = [partial(self.graphs.run, key) for key in keys]
         if keys and self.drafting is not None and not self.graphs.with_drafts:
             batch = self.buffers.batch(plan, shape, self.parts.table.columns)
             works.append(self._draft_work(batch, plan.num_next, captured=False))
@@ -432,7 +432,8 @@ class Runner:
             self._require("logits", logits, lines.num_rows, self.parts.needs.vocab_size)
         wanted = batch.features & Feature.LOGPROBS
         note = partial(self.logprobs.note, asked, 1 + batch.num_draft) if wanted else None
-        tokens, num_tokens, ok = self.parts.sampler.sample(logits, lines, note)
+        draft_probs = self.drafting.drawn_from(batch) if self.drafting is not None and batch.num_draft else None
+        tokens, num_tokens, ok = self.parts.sampler.sample(logits, lines, note, draft_probs)
         if wanted:
             self.logprobs.send(tokens.numel(), self.counter)
         self.ops.finish_step(
