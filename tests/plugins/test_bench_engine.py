@@ -49,7 +49,7 @@ def test_a_run_counts_what_the_engine_did(engine: Engine) -> None:
     run = drive.drive(engine, jobs)
     assert (run.output_tokens, run.steps, run.cached_tokens, run.preemptions) == (16, 9, 0, 0)
     assert 0 < run.adding < run.seconds
-    assert drive.drive(engine, jobs, temperature=0.6).cached_tokens == 0, "a run does not find what an earlier one left"
+    assert drive.drive(engine, jobs, {"temperature": 0.6}).cached_tokens == 0, "a run does not find what an earlier one left"
 
 
 def test_other_work_than_asked_is_no_result() -> None:
@@ -242,10 +242,10 @@ def test_command_line_tells_people(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_scenario_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     measure = Bench.measure
 
-    def fragile(self: Bench, workload: Any, temperature: float) -> Any:
+    def fragile(self: Bench, workload: Any, sampling: Any) -> Any:
         if workload.name == "bs1":
             raise RuntimeError("out of\nmemory")
-        return measure(self, workload, temperature)
+        return measure(self, workload, sampling)
 
     monkeypatch.setattr(Bench, "measure", fragile)
     assert cli.main(["bench", "bs1", "bs8", "--dry", "--scale", "0.01", "--json"]) == 1
@@ -258,8 +258,12 @@ def test_a_scenario_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch
     ("arguments", "message"),
     [
         (["bs2"], "invalid choice: 'bs2'"),
-        (["cpu1@0.5"], "cpu1 has no temperature"),
-        (["bs1@warm"], "'warm' is no temperature"),
+        (["cpu1@0.5"], "cpu1 does not sample"),
+        (["bs1@warm"], "'warm' is no value of temperature"),
+        (["bs1@0.6,top_q=1"], "top_q"),
+        (["bs1@0.6,top_p=2"], "top_p"),
+        (["bs1@0.6,max_tokens=2"], "max_tokens is the benchmark's own to set"),
+        (["bs1", "--sampling", "0.6,warm"], "'0.6,warm' is no value of temperature"),
         (["bs1", "--compare", "transformers"], "--compare goes with cpu1 and cpu32, not with bs1"),
         (["bs1", "--scale", "2"], "'2' is not a number above 0 and up to 1"),
     ],
