@@ -108,6 +108,11 @@ def cases(ops: Ops, given: Inputs) -> dict[str, Call]:
     def logprobs(logits: torch.Tensor) -> Any:
         return ops.token_logprobs(logits, greedy(logits)[0], given.rows, wanted, NUM_TOP)
 
+    def processed(logits: torch.Tensor) -> Any:
+        """With `sampler.logprobs_mode=processed`, the tokens drawn with filters."""
+        given_to = ops.processed_logits(logits, plain["temperature"], *filters.values())
+        return ops.token_logprobs(given_to, filtered(logits)[0], given.rows, wanted, NUM_TOP)
+
     def mask(logits: torch.Tensor) -> Any:
         return greedy(ops.edit_logits(logits, *known, (given.rows, given.masks), None, None, None, None))
 
@@ -117,6 +122,7 @@ def cases(ops: Ops, given: Inputs) -> dict[str, Call]:
         "top-k and top-p": filtered,
         "all penalties": penalties,
         f"{NUM_TOP} log-probs": logprobs,
+        "the same, processed": processed,
         "grammar mask": mask,
     }
 
