@@ -295,4 +295,4 @@ def test_the_gpu_script_knows_its_parts() -> None:
     assert os.access(script, os.X_OK)
     wrong = subprocess.run([script, "everything"], capture_output=True, text=True, timeout=60, check=False)
     assert wrong.returncode == 2
-    assert "no part is called everything: tests small large host startup profile" in wrong.stderr
+    assert "no part is called everything: tests small large host sampling startup profile" in wrong.stderr
