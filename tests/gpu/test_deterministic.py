@@ -1,4 +1,4 @@
-"""`device.deterministic` on a GPU: a request has the same bits alone, beside others, in chunks, from the cache, after preemption."""
+"""`device.deterministic` on a GPU: a request has the same bits alone, beside others, in chunks, from the cache (B32), after preemption."""
 
 from __future__ import annotations
 
