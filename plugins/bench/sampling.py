@@ -81,7 +81,7 @@ def cases(ops: Ops, given: Inputs) -> dict[str, Call]:
     import torch
 
     drawing = (given.rows, given.samples, given.computed, given.query_len)
-    plain = {"temperature": given.column(TEMPERATURE, torch.float32), "seed": given.seed, "choice": given.choice}
+    plain: dict[str, Any] = {"temperature": given.column(TEMPERATURE, torch.float32), "seed": given.seed, "choice": given.choice}
     plain |= dict.fromkeys(("top_k", "top_p", "min_p"))
     filters = {
         "top_k": given.column(TOP_K, torch.int32),
@@ -178,7 +178,7 @@ def measure_sampling(manager: PluginManager, settings: Mapping[str, Any], scale:
     bandwidth = hardware.copy_bandwidth(where)
     given = Inputs.made(n, vocab, where)
     with torch.inference_mode():
-        ways = {"modelrunner": cases(resolve_ops(manager, device), given), "torch": torch_ways(given)}
+        ways: dict[str, Mapping[str, Call]] = {"modelrunner": cases(resolve_ops(manager, device), given), "torch": torch_ways(given)}
         found, problem = flashinfer_ways(given)
         ways |= {"flashinfer": found} if found else {}
         for shape in SHAPES:
