@@ -10,7 +10,8 @@ from pathlib import Path
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
-from modelrunner.plugins.bench.drive import abandon, sampling, undisturbed
+from modelrunner.plugins.bench.asked import Sampling, params_of
+from modelrunner.plugins.bench.drive import abandon, undisturbed
 from modelrunner.plugins.bench.parts import Clock, split
 from modelrunner.plugins.bench.scenarios import Job
 
@@ -71,13 +72,13 @@ def profile_of(events: Iterable[Mapping[str, Any]], steps: int) -> Profile:
     return Profile(kernels, steps, end - spans[0][0] if spans else 0.0, busy, sorted(gaps, reverse=True))
 
 
-def profile_steps(engine: Engine, jobs: Sequence[Job], temperature: float, steps: int, *, steady: bool) -> Profile:
+def profile_steps(engine: Engine, jobs: Sequence[Job], sampling: Sampling, steps: int, *, steady: bool) -> Profile:
     """Run some steps of the jobs under torch's profiler, and drop the rest. steady: first wait until every request decodes."""
     from torch.profiler import ProfilerActivity, profile
 
     with undisturbed(engine):
         for place, job in enumerate(jobs):
-            engine.add_request(str(place), {"prompt_token_ids": list(job.prompt)}, sampling(job, temperature))
+            engine.add_request(str(place), {"prompt_token_ids": list(job.prompt)}, params_of(job, sampling))
         host: dict[str, float] = {}
         if steady:
             settle(engine, SETTLING)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Tests and benchmarks on a machine with an NVIDIA GPU, within MINUTES (8).
 #
-#   tests/gpu/run.sh                  the parts: tests small startup host large
+#   tests/gpu/run.sh                  the parts: tests small startup host sampling large
 #   tests/gpu/run.sh small profile    these parts; profile tells kernels alone, after one short run of each scenario
 #   DRY=1 tests/gpu/run.sh                  the same commands in tiny form, on any machine
 #
@@ -15,7 +15,7 @@ set -uo pipefail
 cd "$(dirname "$0")/../.."
 
 parts=("$@")
-[ ${#parts[@]} -gt 0 ] || parts=(tests small startup host large)
+[ ${#parts[@]} -gt 0 ] || parts=(tests small startup host sampling large)
 MINUTES=${MINUTES:-8}
 OUT=${OUT:-$(mktemp -d)}
 SCENARIOS=${SCENARIOS:-bs1 bs8 bs32 bs128 wide offline offline@0.6 prefill mixed}
@@ -78,10 +78,11 @@ for part in "${parts[@]}"; do
     small) bench small 200 $small $SCENARIOS --repeat "$REPEAT" --limit 20 "${profile_of[@]}" ;;
     startup) bench startup 100 $small startup ;;
     host) bench host 60 $small host ;;
+    sampling) bench sampling 60 $small sampling ;;
     profile) bench profile 120 $small $PROFILED --repeat 1 --limit 1 --profile ;;
     large) bench large 150 $large $LARGE --repeat "$REPEAT" --limit 10 ;;
     *)
-        echo "no part is called $part: tests small large host startup profile" >&2
+        echo "no part is called $part: tests small large host sampling startup profile" >&2
         exit 2
         ;;
     esac
