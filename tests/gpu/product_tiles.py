@@ -73,14 +73,26 @@ def fits(config: Tiles, product: Product, rows: int) -> bool:
 
 def streams(product: Product, rows: int) -> Iterator[Stream]:
     """Tiles of `stream_kernel` in about one wave of programs, with a pipeline that fills half of the shared memory or all of it."""
-    height, bt = 128 if product.kind == "gated" else 64, min(128, max(16, 1 << (rows - 1).bit_length()))
-    for split in (1, 2, 3, 4):
-        for bk in (64, 128, 256, 512):
-            programs, stage = product.outputs // 64 * split * -(-rows // bt), 2 * bk * (height + bt)
-            if product.inner % (bk * split) == 0 and 90 <= programs <= 260:
-                for stages in {min(8, shared // stage) for shared in SHARED}:
-                    if stages >= 2:
-                        yield Stream(bt, 64, bk, split, 4, stages, max(256, bk))
+    pair, bt = 2 if product.kind == "gated" else 1, min(256, max(16, 1 << (rows - 1).bit_length()))
+    for bn, warps in ((64, 4), (64, 8), (128, 8)):
+        outputs = pair * bn * bt // (warps * 32)  # sums a thread keeps
+        if outputs > 128 or (warps == 8 and (bt < 64 or (outputs < 64 and bn == 64))):
+            continue
+        for split in (1, 2, 3, 4):
+            for bk in (64, 128, 256, 512):
+                programs = product.outputs // bn * split * -(-rows // bt)
+                if product.inner % (bk * split) == 0 and 90 <= programs <= 260 and bk * bn * pair >= 8192:
+                    shared = SHARED[programs <= 132 or bt <= 32]
+                    yield from _streams((bt, bn, bk, split, warps), 2 * bk * bn * pair, 2 * bk * bt, shared, outputs)
+
+
+def _streams(shape: tuple[int, int, int, int, int], weights: int, x: int, shared: int, sums: int) -> Iterator[Stream]:
+    """Pipelines for tiles of so many bytes, as deep as fits: x in it, or through registers."""
+    if 2 <= shared // (weights + x):
+        yield Stream(*shape, min(8, shared // (weights + x)), max(256, shape[2]))
+    early = 2 if sums + x // (64 * shape[4]) <= 160 else 1
+    if 3 <= (shared - x) // weights:
+        yield Stream(*shape, min(8, (shared - x) // weights), early=early)
 
 
 def heads(rows: int) -> list[Config]:
@@ -117,7 +129,9 @@ def candidates(product: Product, rows: int) -> Iterator[Config]:
 def variants(config: Config, product: Product) -> list[Config]:
     """Of the best: the norm apart, another early fetch."""
     if isinstance(config, Stream):
-        return [replace(config, ahead=columns) for columns in (0, 128, 512, 1024) if columns % config.bk == 0]
+        if config.early:
+            return [replace(config, stages=config.stages - 1), replace(config, early=3 - config.early)]
+        return [replace(config, ahead=columns) for columns in (0, 512) if columns % config.bk == 0]
     if not isinstance(config, Tiles):
         return []
     apart = [replace(config, fused_norm=False)] if product.kind in ("norm", "gated") else []
@@ -134,6 +148,6 @@ def short(config: Config) -> str:
     if isinstance(config, Gemv):
         return f"gemv {config.bn}x{config.bk} w{config.warps}"
     if isinstance(config, Stream):
-        return f"stream {config.bn}x{config.bk}/{config.split} t{config.bt} w{config.warps} s{config.stages} a{config.ahead}"
+        return f"stream {config.bn}x{config.bk}/{config.split} t{config.bt} w{config.warps} s{config.stages} {f'early {config.early}' if config.early else f'a{config.ahead}'}"
     marks = ("" if config.fused_norm else " norm apart") + ("" if config.warm else " cold")
     return f"tile {config.bn}x{config.bk}/{config.split} t{config.bt} w{config.warps} s{config.stages}{marks}"
