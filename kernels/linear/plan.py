@@ -53,8 +53,8 @@ class Tiles:
 class Stream:
     """Tiles of `stream_kernel`: as in `Tiles`.
 
-    ahead: columns of a program's weights that are fetched into the L2 cache while it waits. early: 0, or so many steps are rows of x loaded
-    ahead, through registers; then the pipeline holds nothing but weights, and is full before the input is there.
+    ahead: columns of a program's weights that are fetched into the L2 cache while it waits. early: 0, or steps of K in a turn of the loop,
+    1 or 2; x then goes through registers, a turn ahead, and the pipeline holds nothing but weights and is full before the input is there.
     """
 
     bt: int

@@ -32,14 +32,14 @@ def _sums_early(
 ):  # fmt: skip
     """`_sums` with as many weights as the pipeline holds on their way before the input is there.
 
-    The pipeline's first loads come before the loop's first turn, and so before what that waits for; x goes through registers, EARLY (1 or
-    2) steps ahead.
+    The pipeline's first loads come before the loop's first turn, and so before what that waits for. x goes through registers, a turn of
+    EARLY (1 or 2) steps ahead.
     """
     total = tl.zeros([BN, BT], tl.float32)
     up = tl.zeros([BN, BT], tl.float32)
     x = tl.zeros([BT, BK], x_ptr.dtype.element_ty)
-    later = x
-    for i in tl.range(STEPS):
+    other = x
+    for i in tl.range(0, STEPS, EARLY):
         column = start + i * BK
         place = column + tl.arange(0, BK)[None, :]
         if i == 0:
@@ -47,16 +47,18 @@ def _sums_early(
                 wait_in_loop()
             x = _input(x_ptr, x_row, place, True, K, EVEN)
             if EARLY == 2:
-                later = _input(x_ptr, x_row, place + BK, STEPS > 1, K, EVEN)
+                other = _input(x_ptr, x_row, place + BK, STEPS > 1, K, EVEN)
         turned = tl.trans(x)
-        if EARLY == 2:
-            x = later
-            later = _input(x_ptr, x_row, place + 2 * BK, i + 2 < STEPS, K, EVEN)
-        else:
-            x = _input(x_ptr, x_row, place + BK, i + 1 < STEPS, K, EVEN)
+        x = _input(x_ptr, x_row, place + EARLY * BK, i + EARLY < STEPS, K, EVEN)
         total = tl.dot(w_desc.load([first, column]), turned, total, input_precision="ieee")
         if ACT != 0:
             up = tl.dot(w_desc.load([N + first, column]), turned, up, input_precision="ieee")
+        if EARLY == 2:
+            turned = tl.trans(other)
+            other = _input(x_ptr, x_row, place + 3 * BK, i + 3 < STEPS, K, EVEN)
+            total = tl.dot(w_desc.load([first, column + BK]), turned, total, input_precision="ieee")
+            if ACT != 0:
+                up = tl.dot(w_desc.load([N + first, column + BK]), turned, up, input_precision="ieee")
     return total, up
 
 
@@ -86,8 +88,8 @@ def stream_kernel(
     part s of K, BT rows.
 
     x_desc: of x_ptr [T, K] in blocks [BT, BK], None with EARLY; w_desc: of w_ptr in blocks [BN, BK]. part_ptr: None, or float32
-    [SPLIT, T, N or 2N], which gets plain sums instead of out. AHEAD: columns of a program's weights, a multiple of BK, that are fetched into
-    the L2 cache while it waits. EARLY > 0: they come into shared memory instead.
+    [SPLIT, T, N or 2N], which gets plain sums instead of out. AHEAD: columns of a program's weights, a multiple of BK, that are fetched
+    into the L2 cache while it waits. EARLY > 0: they come into shared memory instead.
     """
     if PDL:
         gdc_launch_dependents()

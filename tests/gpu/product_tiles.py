@@ -83,16 +83,17 @@ def streams(product: Product, rows: int) -> Iterator[Stream]:
                 programs = product.outputs // bn * split * -(-rows // bt)
                 if product.inner % (bk * split) == 0 and 90 <= programs <= 260 and bk * bn * pair >= 8192:
                     shared = SHARED[programs <= 132 or bt <= 32]
-                    yield from _streams((bt, bn, bk, split, warps), 2 * bk * bn * pair, 2 * bk * bt, shared, outputs)
+                    yield from _streams((bt, bn, bk, split, warps), product.inner, 2 * bk * bn * pair, 2 * bk * bt, shared, outputs)
 
 
-def _streams(shape: tuple[int, int, int, int, int], weights: int, x: int, shared: int, sums: int) -> Iterator[Stream]:
+def _streams(shape: tuple[int, int, int, int, int], inner: int, weights: int, x: int, shared: int, sums: int) -> Iterator[Stream]:
     """Pipelines for tiles of so many bytes, as deep as fits: x in it, or through registers."""
-    if 2 <= shared // (weights + x):
+    if shared // (weights + x) >= 2:
         yield Stream(*shape, min(8, shared // (weights + x)), max(256, shape[2]))
-    early = 2 if sums + x // (64 * shape[4]) <= 160 else 1
-    if 3 <= (shared - x) // weights:
-        yield Stream(*shape, min(8, (shared - x) // weights), early=early)
+    for early in (1, 2):
+        registers, stages = sums + early * x // (128 * shape[4]), (shared + 6000 - early * x) // (early * weights)
+        if registers <= 170 and stages >= 4 - early and inner // (shape[2] * shape[3]) % early == 0:
+            yield Stream(*shape, min(12 // early, stages), early=early)
 
 
 def heads(rows: int) -> list[Config]:
@@ -130,7 +131,7 @@ def variants(config: Config, product: Product) -> list[Config]:
     """Of the best: the norm apart, another early fetch."""
     if isinstance(config, Stream):
         if config.early:
-            return [replace(config, stages=config.stages - 1), replace(config, early=3 - config.early)]
+            return [replace(config, stages=config.stages - 1)]
         return [replace(config, ahead=columns) for columns in (0, 512) if columns % config.bk == 0]
     if not isinstance(config, Tiles):
         return []
@@ -148,6 +149,7 @@ def short(config: Config) -> str:
     if isinstance(config, Gemv):
         return f"gemv {config.bn}x{config.bk} w{config.warps}"
     if isinstance(config, Stream):
-        return f"stream {config.bn}x{config.bk}/{config.split} t{config.bt} w{config.warps} s{config.stages} {f'early {config.early}' if config.early else f'a{config.ahead}'}"
+        first = f"early {config.early}" if config.early else f"a{config.ahead}"
+        return f"stream {config.bn}x{config.bk}/{config.split} t{config.bt} w{config.warps} s{config.stages} {first}"
     marks = ("" if config.fused_norm else " norm apart") + ("" if config.warm else " cold")
     return f"tile {config.bn}x{config.bk}/{config.split} t{config.bt} w{config.warps} s{config.stages}{marks}"
