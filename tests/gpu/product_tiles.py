@@ -26,6 +26,11 @@ class Product:
         return (self.outputs * (2 if self.kind == "gated" else 1), self.inner)
 
     @property
+    def small(self) -> bool:
+        """Whether all its weights fit into shared memory, of all multiprocessors together."""
+        return self.weight_shape[0] * self.inner < 2**23
+
+    @property
     def floor(self) -> float:
         return 2 * self.weight_shape[0] * self.inner / BYTES_PER_US
 
@@ -73,27 +78,29 @@ def fits(config: Tiles, product: Product, rows: int) -> bool:
 
 def streams(product: Product, rows: int) -> Iterator[Stream]:
     """Tiles of `stream_kernel` in about one wave of programs, with a pipeline that fills half of the shared memory or all of it."""
-    pair, bt = 2 if product.kind == "gated" else 1, min(256, max(16, 1 << (rows - 1).bit_length()))
+    pair, bt = 2 if product.kind == "gated" else 1, min(128 if product.small else 256, max(16, 1 << (rows - 1).bit_length()))
     for bn, warps in ((64, 4), (64, 8), (128, 8)):
-        outputs = pair * bn * bt // (warps * 32)  # sums a thread keeps
-        if outputs > 128 or (warps == 8 and (bt < 64 or (outputs < 64 and bn == 64))):
+        sums = pair * bn * bt // (warps * 32)  # that a thread keeps
+        if sums > 128 or (warps == 8 and (bt < 64 or (sums < 64 and bn == 64))):
             continue
-        for split in (1, 2, 3, 4):
+        for split in (1, 2, 3, 4, 8) if product.small else (1, 2, 3, 4):
             for bk in (64, 128, 256, 512):
                 programs = product.outputs // bn * split * -(-rows // bt)
-                if product.inner % (bk * split) == 0 and 90 <= programs <= 260 and bk * bn * pair >= 8192:
+                fine = bk * bn * pair >= 8192 or product.small
+                if product.inner % (bk * split) == 0 and (48 if product.small else 90) <= programs <= 260 and fine:
                     shared = SHARED[programs <= 132 or bt <= 32]
-                    yield from _streams((bt, bn, bk, split, warps), product.inner, 2 * bk * bn * pair, 2 * bk * bt, shared, outputs)
+                    yield from _streams((bt, bn, bk, split, warps), product.inner, 2 * bk * bn * pair, 2 * bk * bt, shared, sums)
 
 
 def _streams(shape: tuple[int, int, int, int, int], inner: int, weights: int, x: int, shared: int, sums: int) -> Iterator[Stream]:
-    """Pipelines for tiles of so many bytes, as deep as fits: x in it, or through registers."""
-    if shared // (weights + x) >= 2:
-        yield Stream(*shape, min(8, shared // (weights + x)), max(256, shape[2]))
+    """Pipelines for tiles of so many bytes, as deep as fits and is of use: x in it, or through registers."""
+    steps = inner // (shape[2] * shape[3])
+    if shared // (weights + x) >= 2 <= steps:
+        yield Stream(*shape, min(8, steps + 1, shared // (weights + x)), max(256, shape[2]))
     for early in (1, 2):
         registers, stages = sums + early * x // (128 * shape[4]), (shared + 6000 - early * x) // (early * weights)
-        if registers <= 170 and stages >= 4 - early and inner // (shape[2] * shape[3]) % early == 0:
-            yield Stream(*shape, min(12 // early, stages), early=early)
+        if registers <= 170 and stages >= min(4 - early, steps // early + 1) and steps % early == 0:
+            yield Stream(*shape, min(12 // early, stages, steps // early + 1), early=early)
 
 
 def heads(rows: int) -> list[Config]:
@@ -109,17 +116,17 @@ def heads(rows: int) -> list[Config]:
     ]
 
 
-def candidates(product: Product, rows: int) -> Iterator[Config]:
-    """Configurations worth a try."""
+def candidates(product: Product, rows: int, only_streams: bool = False) -> Iterator[Config]:
+    """Configurations worth a try. only_streams: without those of `tile_kernel`, of many rows."""
     if rows <= 4:
         for bn, bk, warps in GEMVS:
             registers = product.weight_shape[0] // product.outputs * bn * product.inner / (warps * 64)
             if bk <= product.inner and 24 <= registers <= 128 and 128 <= product.outputs // bn <= 1100:
                 yield Gemv(bn, bk, warps)
         return
-    if product.weight_shape[0] * product.inner >= 2**23:
+    if rows > 32 or not product.small:
         yield from streams(product, rows)
-    if product.weight_shape[0] * product.inner >= 2**26:
+    if product.weight_shape[0] * product.inner >= 2**26 or (only_streams and rows > 32):
         return
     for bt in {min(top, max(16, 1 << (rows - 1).bit_length())) for top in (32, 64)}:
         for bn, bk, warps, stages, least in TILES:
