@@ -170,7 +170,7 @@ def drafting_of(setup: DrafterSetup | None, backends: Mapping[str, AttentionBack
         return None
     own = {group.name: backends[group.name] for group in setup.needs.cache_groups}
     problem = setup.needs.capture_reason if setup.needs.capture == "none" else uncapturable(own)
-    return Drafting(setup.drafter, setup.needs, setup.most, problem)
+    return Drafting(setup.drafter, setup.needs, setup.policy, problem)
 
 
 def make_runner(parts: Parts, settings: RunnerSettings, max_model_len: int) -> Runner:

@@ -10,6 +10,7 @@ from torch import nn
 from modelrunner.checkpoint import CheckpointReader, ModelCard
 from modelrunner.choosing import Chooser, blaming, build_context, expect, open_checkpoint
 from modelrunner.device import Device
+from modelrunner.draft_policy import DraftPolicy
 from modelrunner.errors import ModelRunnerError, PluginError, SettingsError
 from modelrunner.model_state import ModelState, Needs, No, Yes, required_features
 from modelrunner.ops import Ops
@@ -35,8 +36,13 @@ class DrafterSetup:
     card: ModelCard | None
 
     @property
-    def most(self) -> int:
-        return self.choose.settings.speculation.num_tokens
+    def policy(self) -> DraftPolicy:
+        settings = self.choose.settings
+        speculation, depth = settings.speculation, settings.scheduler.pipeline_depth
+        spare = speculation.spare_tokens if speculation.adaptive else None
+        groups = [group.name for group in self.needs.cache_groups]
+        most, off_above = speculation.num_tokens, speculation.off_above_rows
+        return DraftPolicy(most, depth=depth, off_above_rows=off_above, spare_tokens=spare, groups=groups)
 
     @property
     def columns(self) -> tuple[Column, ...]:

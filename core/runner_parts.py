@@ -16,7 +16,6 @@ from modelrunner.ops import Ops
 from modelrunner.page_pool import GroupLayout
 from modelrunner.request_table import RequestTable
 from modelrunner.sampler import Sampler
-from modelrunner.settings import RunnerSettings
 from modelrunner.speculation import Drafter, DrafterNeeds
 from modelrunner.step_buffers import Shape
 from modelrunner.tap_set import TapSet
@@ -24,23 +23,23 @@ from modelrunner.tap_set import TapSet
 
 @dataclass(frozen=True)
 class Drafting:
-    """The drafter of an engine. most: K, the largest number of drafts of a row in a step. capture_problem: why `propose` is not captured
-    with the step; empty if it is."""
+    """The drafter of an engine. policy: how many drafts steps have. capture_problem: why `propose` is not captured with the step; empty if
+    it is."""
 
     drafter: Drafter
     needs: DrafterNeeds
-    most: int
+    policy: DraftPolicy
     capture_problem: str = ""
+
+    @property
+    def most(self) -> int:
+        """K, the largest number of drafts of a row in a step."""
+        return self.policy.most
 
     @property
     def groups(self) -> tuple[str, ...]:
         """Names of its cache groups."""
         return tuple(group.name for group in self.needs.cache_groups)
-
-    def policy(self, settings: RunnerSettings) -> DraftPolicy:
-        """How many drafts steps have."""
-        speculation, depth = settings.speculation, settings.scheduler.pipeline_depth
-        return DraftPolicy(self.most, depth=depth, off_above_rows=speculation.off_above_rows, groups=self.groups)
 
 
 @dataclass(frozen=True)
