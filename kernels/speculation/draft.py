@@ -52,11 +52,13 @@ def spread_rows(
     rows: torch.Tensor, query_len: torch.Tensor, samples: torch.Tensor, computed: torch.Tensor, known: torch.Tensor, slots: int
 ) -> tuple[torch.Tensor, ...]:
     """See the reference."""
-    n = rows.shape[0]
-    ints = torch.empty(4, n * slots, dtype=torch.int32, device=rows.device)
-    live = torch.empty(n * slots, dtype=torch.bool, device=rows.device)
+    n, lines = rows.shape[0], rows.shape[0] * slots
+    # Zeros, because rows index columns in steps that are gone through without running this kernel (`kernels.ahead`). Each begins at a
+    # multiple of 16 bytes, so that kernels that read them are built once.
+    ints = torch.zeros(4, -(-lines // 4) * 4, dtype=torch.int32, device=rows.device)[:, :lines]
+    live = torch.empty(lines, dtype=torch.bool, device=rows.device)
     count = torch.empty(n, dtype=torch.int32, device=rows.device)
-    spread_kernel[(triton.cdiv(n * slots, BLOCK),)](
+    spread_kernel[(triton.cdiv(lines, BLOCK),)](
         rows, query_len, samples, computed, known, ints[0], live, ints[1], ints[2], ints[3], count, n, slots, BLOCK, **pdl(rows)
     )
     return ints[0], live, ints[1], ints[2], ints[3], count
