@@ -49,19 +49,17 @@ def spread_kernel(
 
 
 def spread_rows(
-    rows: torch.Tensor, query_len: torch.Tensor, samples: torch.Tensor, computed: torch.Tensor, known: torch.Tensor, slots: int
-) -> tuple[torch.Tensor, ...]:
+    rows: torch.Tensor,
+    query_len: torch.Tensor,
+    samples: torch.Tensor,
+    computed: torch.Tensor,
+    known: torch.Tensor,
+    slots: int,
+    *out: torch.Tensor,
+) -> None:
     """See the reference."""
-    n, lines = rows.shape[0], rows.shape[0] * slots
-    # Zeros, because rows index columns in steps that are gone through without running this kernel (`kernels.ahead`). Each begins at a
-    # multiple of 16 bytes, so that kernels that read them are built once.
-    ints = torch.zeros(4, -(-lines // 4) * 4, dtype=torch.int32, device=rows.device)[:, :lines]
-    live = torch.empty(lines, dtype=torch.bool, device=rows.device)
-    count = torch.empty(n, dtype=torch.int32, device=rows.device)
-    spread_kernel[(triton.cdiv(lines, BLOCK),)](
-        rows, query_len, samples, computed, known, ints[0], live, ints[1], ints[2], ints[3], count, n, slots, BLOCK, **pdl(rows)
-    )
-    return ints[0], live, ints[1], ints[2], ints[3], count
+    n = rows.shape[0]
+    spread_kernel[(triton.cdiv(n * slots, BLOCK),)](rows, query_len, samples, computed, known, *out, n, slots, BLOCK, **pdl(rows))
 
 
 @triton.jit(do_not_specialize=_ANY_SIZE)
