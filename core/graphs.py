@@ -139,7 +139,9 @@ class StepGraphs:
     @property
     def tails(self) -> list[Key]:
         """Tails that bring up every kernel that a captured tail may want: its kernels are of two kinds, for few rows and for many."""
-        return [Key("tail", rows, features) for rows in dict.fromkeys((*self._rows[:1], *self._rows[-1:])) for features in BUILT]
+        most = dict.fromkeys((*self._rows[:1], *self._rows[-1:]))
+        drafts = (0,) if self._drafts is None else sorted({0, *self._drafts.choices})
+        return [Key("tail", rows, features, k) for rows in most for k in drafts for features in BUILT]
 
     @property
     def captured(self) -> list[Key]:
