@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from modelrunner.kernels.sampling import reference
-from modelrunner.kernels.sampling.noise import exact_exp, gumbel, random_words, random_words_of
+from modelrunner.kernels.sampling.noise import INTERPRETED, exact_exp, gumbel, random_words, random_words_of
 from modelrunner.kernels.sampling.scan import INF, PURPOSE, place_of
 
 SLACK = tl.constexpr(2.0**-10)  # bounds are good to 2e-5
@@ -148,14 +148,35 @@ def wanted_mass(total, p):
 
 
 @triton.jit
+def _added(a, b, c, x, y, z):
+    return a + x, b + y, c + z
+
+
+@triton.jit
+def three_sums(a, b, c):
+    """Sums of three vectors, with one exchange between the warps."""
+    if INTERPRETED:  # which takes other reductions than its own one element at a time
+        return tl.sum(a, 0), tl.sum(b, 0), tl.sum(c, 0)
+    else:
+        return tl.reduce((a, b, c), 0, _added)
+
+
+@triton.jit
 def cut_of(bits, weight, wanted, high):
-    """The smallest b such that the elements with bits <= b weigh at least `wanted`; `high` if there is none below it."""
+    """The smallest b such that the elements with bits <= b weigh at least `wanted`; `high` if there is none below it.
+
+    Bisection, two steps of it a turn: what the second step asks is asked for both answers of the first.
+    """
     low = 0
     while low < high:
         middle = low + (high - low) // 2
-        enough = tl.sum(tl.where(bits <= middle, weight, 0), 0) >= wanted
-        high = tl.where(enough, middle, high)
-        low = tl.where(enough, low, middle + 1)
+        below, above = low + (middle - low) // 2, middle + 1 + (high - middle - 1) // 2
+        sums = three_sums(tl.where(bits <= below, weight, 0), tl.where(bits <= middle, weight, 0), tl.where(bits <= above, weight, 0))
+        first = sums[1] >= wanted
+        low, high = tl.where(first, low, middle + 1), tl.where(first, middle, high)
+        second = tl.where(first, sums[0], sums[2]) >= wanted
+        middle = tl.where(first, below, above)
+        low, high = tl.where(second, low, tl.minimum(middle + 1, high)), tl.where(second, middle, high)
     return low
 
 
