@@ -139,9 +139,19 @@ def test_a_profile_tells_kernels_and_waits() -> None:
     assert (found.span, found.busy, list(found.gaps)) == (45, 37, [5, 3])
     assert found.idle == pytest.approx(8 / 45)
     lines = list(profiler.lines(profiler.as_record(found), most=2))
-    assert "22.5 us a step, device busy 18.5 us, idle 17.8% (longest gaps 5.0, 3.0 us)" in lines[0]
+    assert "22.5 us a step, device busy 18.5 us, idle 17.8% between launches (longest gaps 5.0, 3.0 us) and 0.0% inside graphs" in lines[0]
     assert lines[2].split() == ["15.00", "76.9%", "1.00", "15.00", "matmul"]
     assert lines[-1].split() == ["2.00", "0.50", "1", "more"]
+
+
+def test_waits_inside_a_graph_are_told_apart() -> None:
+    """All kernels of a graph come from one launch, even where the next graph's first kernel starts before its last one ends."""
+    launches = [("a", 100, 10, 7), ("b", 112, 10, 7), ("c", 121, 4, 8), ("d", 130, 10, 8), ("e", 145, 5, 9)]
+    trace = [event(name, start, length) | {"args": {"correlation": launch}} for name, start, length, launch in launches]
+    found = profiler.profile_of(trace, steps=1)
+    assert (list(found.gaps), found.inside, found.span) == ([5], 2 + 5, 50)
+    assert (found.idle, found.idle_inside) == (pytest.approx(0.1), pytest.approx(0.14))
+    assert "idle 10.0% between launches (longest gaps 5.0 us) and 14.0% inside graphs" in next(profiler.lines(profiler.as_record(found)))
 
 
 def test_without_a_gpu_the_hosts_operators_stand_in() -> None:
