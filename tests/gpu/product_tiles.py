@@ -88,19 +88,24 @@ def streams(product: Product, rows: int) -> Iterator[Stream]:
                 programs = product.outputs // bn * split * -(-rows // bt)
                 fine = bk * bn * pair >= 8192 or product.small
                 if product.inner % (bk * split) == 0 and (48 if product.small else 90) <= programs <= 260 and fine:
-                    shared = SHARED[programs <= 132 or bt <= 32]
-                    yield from _streams((bt, bn, bk, split, warps), product.inner, 2 * bk * bn * pair, 2 * bk * bt, shared, sums)
+                    one = programs <= 132 or bt <= 32
+                    yield from _streams((bt, bn, bk, split, warps), product.inner, 2 * bk * bn * pair, 2 * bk * bt, one, sums)
 
 
-def _streams(shape: tuple[int, int, int, int, int], inner: int, weights: int, x: int, shared: int, sums: int) -> Iterator[Stream]:
-    """Pipelines for tiles of so many bytes, as deep as fits and is of use: x in it, or through registers."""
+def _streams(shape: tuple[int, int, int, int, int], inner: int, weights: int, x: int, one: bool, sums: int) -> Iterator[Stream]:
+    """Pipelines for tiles of so many bytes, as deep as fits and is of use: x in it, or through registers. one: program a multiprocessor.
+
+    Of those that fill before the input is there, half-size ones too: beside such a program there is room for the next product's.
+    """
     steps = inner // (shape[2] * shape[3])
-    if shared // (weights + x) >= 2 <= steps:
-        yield Stream(*shape, min(8, steps + 1, shared // (weights + x)), max(256, shape[2]))
+    if SHARED[one] // (weights + x) >= 2 <= steps:
+        yield Stream(*shape, min(8, steps + 1, SHARED[one] // (weights + x)), max(256, shape[2]))
     for early in (1, 2):
-        registers, stages = sums + early * x // (128 * shape[4]), (shared + 6000 - early * x) // (early * weights)
-        if registers <= 170 and stages >= min(4 - early, steps // early + 1) and steps % early == 0:
-            yield Stream(*shape, min(12 // early, stages, steps // early + 1), early=early)
+        registers = sums + early * x // (128 * shape[4])
+        for shared in SHARED[: 1 + one]:
+            stages = (shared + 3000 * (1 + one) - early * x) // (early * weights)
+            if registers <= 170 and stages >= min(4 - early, steps // early + 1) and steps % early == 0:
+                yield Stream(*shape, min(12 // early, stages, steps // early + 1), early=early)
 
 
 def heads(rows: int) -> list[Config]:
