@@ -66,6 +66,13 @@ class Stream:
     ahead: int = 0
     early: int = 0
 
+    def late(self, gated: bool) -> Stream:
+        """For a device other than Hopper, on which early ones were not measured (and Triton 3.6 does not compile all of them)."""
+        if not self.early:
+            return self
+        room = PIPELINE // (2 * self.bk * (self.bn * (2 if gated else 1) + self.bt))
+        return replace(self, stages=min(8, max(2, room)), ahead=max(256, self.bk), early=0)
+
 
 @cache
 def plan(
