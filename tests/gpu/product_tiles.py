@@ -129,9 +129,9 @@ def candidates(product: Product, rows: int, only_streams: bool = False) -> Itera
             if bk <= product.inner and 24 <= registers <= 128 and 128 <= product.outputs // bn <= 1100:
                 yield Gemv(bn, bk, warps)
         return
-    if rows > 32 or not product.small:
+    if rows > 8 or not product.small:
         yield from streams(product, rows)
-    if product.weight_shape[0] * product.inner >= 2**26 or (only_streams and rows > 32):
+    if product.weight_shape[0] * product.inner >= 2**26 or (only_streams and rows > 8):
         return
     for bt in {min(top, max(16, 1 << (rows - 1).bit_length())) for top in (32, 64)}:
         for bn, bk, warps, stages, least in TILES:
