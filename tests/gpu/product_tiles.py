@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product as product_of
 
 from modelrunner.kernels.linear.plan import Gemv, Stream, Tiles, plan
 
@@ -79,17 +80,17 @@ def fits(config: Tiles, product: Product, rows: int) -> bool:
 def streams(product: Product, rows: int) -> Iterator[Stream]:
     """Tiles of `stream_kernel` in about one wave of programs, with a pipeline that fills half of the shared memory or all of it."""
     pair, bt = 2 if product.kind == "gated" else 1, min(128 if product.small else 256, max(16, 1 << (rows - 1).bit_length()))
-    for bn, warps in ((64, 4), (64, 8), (128, 8)):
+    rows_of_tile = [bt, 64] if 128 < rows <= 192 else [bt]
+    for bt, (bn, warps) in product_of(rows_of_tile, ((64, 4), (64, 8), (128, 8))):
         sums = pair * bn * bt // (warps * 32)  # that a thread keeps
         if sums > 128 or (warps == 8 and (bt < 64 or (sums < 64 and bn == 64))):
             continue
-        for split in (1, 2, 3, 4, 8) if product.small else (1, 2, 3, 4):
-            for bk in (64, 128, 256, 512):
-                programs = product.outputs // bn * split * -(-rows // bt)
-                fine = bk * bn * pair >= 8192 or product.small
-                if product.inner % (bk * split) == 0 and (48 if product.small else 90) <= programs <= 260 and fine:
-                    one = programs <= 132 or bt <= 32
-                    yield from _streams((bt, bn, bk, split, warps), product.inner, 2 * bk * bn * pair, 2 * bk * bt, one, sums)
+        for split, bk in product_of((1, 2, 3, 4, 8) if product.small else (1, 2, 3, 4), (64, 128, 256, 512)):
+            programs = product.outputs // bn * split * -(-rows // bt)
+            fine = bk * bn * pair >= 8192 or product.small
+            if product.inner % (bk * split) == 0 and (48 if product.small else 90) <= programs <= 260 and fine:
+                one = programs <= 132 or bt <= 32
+                yield from _streams((bt, bn, bk, split, warps), product.inner, 2 * bk * bn * pair, 2 * bk * bt, one, sums)
 
 
 def _streams(shape: tuple[int, int, int, int, int], inner: int, weights: int, x: int, one: bool, sums: int) -> Iterator[Stream]:
