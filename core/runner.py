@@ -366,6 +366,7 @@ class Runner:
         tokens, num_tokens, ok = self.parts.sampler.sample(logits, batch, note)
         if wanted:
             self.logprobs.send(batch.num_rows, self.counter)
+        ends = self.parts.sampler.ends(batch, tokens, num_tokens, ok)
         self.ops.finish_step(
             self.ring,
             self.counter,
@@ -384,6 +385,7 @@ class Runner:
             columns["num_accepted"],
             columns["stop_ids"],
             columns["stop_ids.seats"],
+            ends,
         )
 
     def _require(self, method: str, value: object, *shape: int) -> None:
