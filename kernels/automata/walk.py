@@ -55,7 +55,7 @@ def _close_states(first, accepting, stops, masks, closed, words, WORDS: tl.const
         bits = tl.load(line + word, mask=word < words, other=0)
         leads |= tl.max((bits != 0).to(tl.int32), 0)
         more = tl.load(stops + word, mask=word < words, other=0)
-        tl.store(line + word, bits | more, mask=(word < words) & ends)
+        tl.store(line + word, bits | more, mask=word < tl.where(ends, words, 0))
     tl.store(closed + state, (ends & (leads == 0)).to(tl.uint8))
 
 
