@@ -172,7 +172,7 @@ class AutomatonArena:
         yield from self._copy(automaton.accepting.view(np.uint8), self.accepting[first : first + count])
         size = max(1, MASK_BITS // (BITS * self.stops.shape[0]))
         for begin in range(first, first + count, size):
-            self._device.launch(self._masking(begin, min(size, first + count - begin)))
+            self._device.launch(self.masking(begin, min(size, first + count - begin)))
             yield
 
     def _load_tokens(self, tokens: PackedTokens) -> Iterator[None]:
@@ -197,7 +197,9 @@ class AutomatonArena:
             self._copied[at] = self._device.download(lambda: self.stops[:1], self._marks[at])
             yield
 
-    def _masking(self, first: int, count: int) -> Callable[[], None]:
+    def masking(self, first: int, count: int) -> Callable[[], None]:
+        """The work that makes the masks of some states."""
+
         def work() -> None:
             text = (self.token_start, self.token_bytes, self.longest, self.stops)
             self._ops.mask_states(first, count, self.edges, self.accepting, *text, self.masks, self.closed)

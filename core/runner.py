@@ -83,12 +83,14 @@ class Runner:
         """Run steps of a dead row, one of each kind of tail, so that what cannot run fails at start-up and not at the first request."""
         plan = self._blank_plan()
         self.state.fill_dummy(self.buffers.batch(plan, self.buckets.shape(plan), self.parts.table.columns))
-        tails = (Feature.GREEDY, Feature.PLAIN, Feature.PLAIN | Feature.FILTERED, EDITED | Feature.LOGPROBS, self.parts.sampler.processed)
+        sampler = self.parts.sampler
+        masked = [each for each in (Feature.ALLOWED, Feature.AUTOMATON) if each & sampler.edited]
+        tails = (Feature.GREEDY, Feature.PLAIN, Feature.PLAIN | Feature.FILTERED, EDITED | Feature.LOGPROBS, sampler.processed, *masked)
         kinds = [replace(plan, features=features) for features in dict.fromkeys(tails)]
         longest = self.longest_prompt
         prompts = [blank_plans.prompt(plan, self.parts.layouts, n) for n in sorted({min(FIRST_PROMPT, longest), longest})]
         plans = (*kinds, replace(plan, features=Feature.LOGPROBS), *prompts, self._large_plan(self.max_tokens))
-        self._build([partial(self._first, each) for each in plans])
+        self._build([*(partial(self._first, each) for each in plans), *sampler.loading()])
         self._rewind()
         self.warming_up = True
         for kind in kinds:

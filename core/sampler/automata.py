@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,6 +33,10 @@ class Automata(EditStage):
 
     def columns(self, settings: RunnerSettings, vocab_size: int) -> tuple[Column, ...]:
         return (Column(STATE, torch.int32, default=NO_STATE),)
+
+    def loading(self) -> Callable[[], None]:
+        """What loading a grammar launches beside steps; for start-up, which gets it ready."""
+        return self._arena.masking(0, 1)
 
     def given(self, columns: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         return columns[STATE], self._arena.masks

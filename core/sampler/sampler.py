@@ -178,6 +178,18 @@ class Sampler:
         stage = self._edits[name]
         return stage.given(batch.columns) if stage is not None and stage.feature & batch.features else None
 
+    @property
+    def edited(self) -> Feature:
+        """Features of the stages that make up `edit_logits`."""
+        found = Feature.GREEDY
+        for stage in self._edits.values():
+            found |= Feature.GREEDY if stage is None else stage.feature
+        return found
+
+    def loading(self) -> list[Callable[[], None]]:
+        """H, at start-up. What stages launch beside steps, to be got ready."""
+        return [stage.loading() for stage in self.stages if isinstance(stage, Automata)]
+
     def ends(self, batch: Batch, tokens: torch.Tensor, num_tokens: torch.Tensor, ok: torch.Tensor) -> torch.Tensor | None:
         """D, captured. After how many of its sampled tokens [N, 1 + k] a row's output is complete by its automaton, [N] int32, 0 for not
         yet; the rows' states go on by them. None if no row has one."""

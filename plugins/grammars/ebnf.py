@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from modelrunner.automaton import LETTERS, Automaton, Builder
 
 TOKEN = re.compile(
-    r"""\s*(?: (?P<define>::=) | (?P<ahead>\(=) | (?P<name>[A-Za-z_][\w.\-]*) | (?P<string>"(?:[^"\\]|\\.)*")
+    r"""\s*(?: (?P<define>::=) | (?P<ahead>\(=) | (?P<call>[A-Za-z_]\w*\() | (?P<name>[A-Za-z_][\w.\-]*) | (?P<string>"(?:[^"\\]|\\.)*")
         | (?P<letters>\[(?:[^\]\\]|\\.)*\]) | (?P<times>\{\s*\d+\s*,\s*-?\d+\s*\}) | (?P<sign>[()|*]) )""",
     re.VERBOSE | re.DOTALL,
 )
@@ -168,10 +168,7 @@ class _Reader:
 
     def single(self) -> Part:
         if self.kind == "name":
-            name = self.take("name")
-            if (self.kind, self.value) == ("sign", "("):
-                raise NotRegular(f"{name} is not known here")
-            return "rule", name
+            return "rule", self.take("name")
         if self.kind == "string":
             return "text", "".join(map(chr, _letters(self.take("string")[1:-1]))).encode("utf-8", "surrogatepass")
         if self.kind == "letters":
