@@ -22,7 +22,7 @@ MOST_LOST = 4  # threads, for each that the settings allow, which work on someth
 @dataclass(eq=False)
 class Job:
     """One grammar to compile. `automaton`, `grammar` or `error` is there once `done`. matchers: no automaton is wanted. reason: why there is
-    none. vocabulary: the backend's, None if there is no backend. submitted: monotonic seconds."""
+    none, or why none is wanted. vocabulary: the backend's, None if there is no backend. submitted: monotonic seconds."""
 
     params: StructuredOutputsParams
     matchers: bool
@@ -125,10 +125,11 @@ class Compiler:
                 if job is None:
                     self._active -= 1
                     return
-            automaton, reason = (None, "") if job.matchers else self._automaton(job.params)
-            grammar, error = (None, "") if automaton is not None else self._compiled(job.params)
+            if not job.matchers:
+                job.automaton, job.reason = self._automaton(job.params)
+            grammar, error = (None, "") if job.automaton is not None else self._compiled(job.params)
             with self._changed:
-                job.automaton, job.reason, job.grammar, job.error, job.done = automaton, reason, grammar, error, True
+                job.grammar, job.error, job.done = grammar, error, True
                 job.vocabulary = self._backend.vocabulary if self._backend is not None else None
                 self._changed.notify_all()
                 if job.given_up:

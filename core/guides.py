@@ -172,9 +172,10 @@ class Guides:
             if job.done and job.automaton is not None:
                 self._take_place(request, job, scheduler)
                 continue
+            if job.grammar is not None:
+                self._count(request, f"host: {job.reason or 'grammar.automaton_memory is 0'}")
             end = self._begin(request, job)
             if end is None:
-                self._count(request, f"host: {job.reason or 'grammar.automaton_memory is 0'}")
                 scheduler.ready(request)
             else:
                 ends.append(end)
