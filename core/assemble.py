@@ -168,6 +168,7 @@ def assemble(arguments: Mapping[str, Any], plugins: Sequence[object] = ()) -> As
         components=choose.chosen,
         graphs=str(graphs),
         memory=memory,
+        automata="" if guides.arena is None else str(guides.arena),
     )
     observers = collect_objects(manager, "observer", settings=settings)
     parts_of = (manager, settings, resolved, card, tokenizer, device, needs, state, sampler, taps, guides)
@@ -364,9 +365,7 @@ def core_columns(layouts: Sequence[GroupLayout], max_model_len: int) -> list[Col
     return [Column("token_ids", torch.int32, width=max(2, max_model_len)), *scalars, *tables]
 
 
-def make_guides(
-    choose: Chooser, card: ModelCard, tokenizer: Tokenizer | None, vocab_size: int, ops: Ops, device: Device
-) -> Guides:
+def make_guides(choose: Chooser, card: ModelCard, tokenizer: Tokenizer | None, vocab_size: int, ops: Ops, device: Device) -> Guides:
     """What serves structured output. The backend, and a tokenizer where the engine has none, are loaded when a request needs them."""
     settings = choose.settings
     choice = choose.later("grammar_backend", settings=settings)

@@ -142,7 +142,7 @@ class Builder:
         table, accepting = self._subsets(start, moves, len(cuts))
         table, accepting = merged(*trimmed(table, accepting))
         if len(table) > self.max_states:
-            raise TooLarge(f"it takes {len(table)} states, more than {self.max_states}")
+            raise TooLarge(f"it takes more than {self.max_states} states")
         lines = np.array(table, np.int16).reshape(len(table), len(cuts))
         return Automaton(np.ascontiguousarray(lines[:, classes]), np.array(accepting, np.bool_))
 

@@ -100,6 +100,11 @@ class AutomatonArena:
         self._loading: dict[Place, _Loading] = {}
         self._knows_tokens = False
 
+    def __str__(self) -> str:
+        tables = (self.edges, self.accepting, self.closed, self.masks, self.token_start, self.token_bytes, self.stops)
+        size = sum(table.nbytes for table in tables) / 2**20
+        return f"{self.num_states} states of grammars, {size:.1f} MiB"
+
     def place(self, key: Hashable, automaton: Automaton, vocabulary: Vocabulary) -> Place | str:
         """A place for one more holder of the automaton, which may have to be loaded first; or why there is none. key: equal for equal
         automata."""

@@ -21,8 +21,8 @@ MOST_LOST = 4  # threads, for each that the settings allow, which work on someth
 
 @dataclass(eq=False)
 class Job:
-    """One grammar to compile. `automaton`, `grammar` or `error` is there once `done`. matchers: no automaton is wanted. reason: why there is
-    none, or why none is wanted. vocabulary: the backend's, None if there is no backend. submitted: monotonic seconds."""
+    """One grammar to compile. `automaton`, `grammar` or `error` is there once `done`. matchers: no automaton is wanted. reason: why there
+    is none, or why none is wanted. vocabulary: the backend's, None if there is no backend. submitted: monotonic seconds."""
 
     params: StructuredOutputsParams
     matchers: bool
@@ -150,7 +150,7 @@ class Compiler:
             backend = self._made_backend()
             automaton = backend.automaton(params, self._max_states)
             if automaton.num_states > self._max_states:
-                return None, f"it takes {automaton.num_states} states, more than {self._max_states}"
+                return None, f"it takes more than {self._max_states} states"
             _ = backend.vocabulary.packed  # made here, once, and not in the loop
             return automaton, ""
         except Exception as error:

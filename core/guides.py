@@ -1,15 +1,13 @@
 """Requests with structured output: their grammars, their matchers, and the masks that the sampler applies.
 
-There are two ways. A grammar that is a small **automaton** is loaded onto the device (see `automaton_arena`), which then finds a row's masks
-by itself: such a row is like any other, and the host does nothing for it. All else has a **guide**. A request's way is settled when its
-grammar is compiled.
+There are two ways. A grammar that is a small **automaton** is loaded onto the device (see `automaton_arena`), which then finds a row's
+masks by itself: such a row is like any other, and the host does nothing for it. All else has a **guide**. A request's way is settled when
+its grammar is compiled, which happens in other threads (see `compiling`); then it gets its row.
 
-The idea of guides: a request's next mask depends on its last token, which the host knows one step later. So such a row is **held**, left out of
-plans, from the step that samples its token until that token was collected and its next mask is there; all other rows go on. Its mask lies
+The idea of guides: a request's next mask depends on its last token, which the host knows one step later. So such a row is **held**, left
+out of plans, from the step that samples its token until that was collected and its next mask is there; all other rows go on. Its mask lies
 in the seat of an allow list, and travels with the patch of the plan that samples with it. Masks are filled after the next step was
 launched, while the device works. What takes too long then stays held for another step: nobody waits for it.
-
-A request gets its row when its grammar is compiled, which happens in other threads (see `compiling`).
 """
 
 from __future__ import annotations
@@ -36,6 +34,7 @@ if TYPE_CHECKING:
     from modelrunner.step_books import Committed
 
 COLUMN = "allowed_ids"  # whose seats hold the masks
+MOST_WAYS = 64  # that are counted apart
 DEAD_END = "structured_outputs: no token of the vocabulary continues the output"
 NARROWING = ("allowed_token_ids", "bad_words", "min_tokens")  # parameters that take tokens away from a grammar
 
@@ -215,8 +214,8 @@ class Guides:
         job.reason = reason
 
     def _count(self, request: Request, way: str) -> None:
-        self.ways[way] += 1
         request.grammar_way = way
+        self.ways[way if way in self.ways or len(self.ways) < MOST_WAYS else "host: for other reasons"] += 1
 
     def row_values(self, request: Request) -> dict[str, int]:
         """Column values of a row that is given to the request."""

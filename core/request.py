@@ -15,8 +15,8 @@ from modelrunner.logprobs import Logprob, RequestLogprobs
 from modelrunner.sampling_params import INT32_MAX, OutputKind, SamplingParams, as_float, as_int, default_params, shown
 
 if TYPE_CHECKING:
-    from modelrunner.checkpoint import ModelCard
     from modelrunner.automaton_arena import Place
+    from modelrunner.checkpoint import ModelCard
     from modelrunner.guides import Guide
     from modelrunner.text import Tokenizer
 

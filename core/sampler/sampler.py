@@ -110,7 +110,8 @@ class Sampler:
         """D, may be captured. Choose a token for every row; `batch.features` says what the rows ask for.
 
         logits: [N, V] in the model's dtype; those of tokens that a mask leaves out may be overwritten. A row's token depends on its own
-        logits and columns only. note: told the logits that log-probs are made of, and the tokens, as (first row, logits [n, V], tokens [n] int64, batch of these rows).
+        logits and columns only. note: told the logits that log-probs are made of, and the tokens, as (first row, logits [n, V], tokens [n]
+        int64, batch of these rows).
         Returns tokens [N, 1] int64, num_tokens [N] int32 (1 where the row samples and its logits allow it), ok [N] bool.
         """
         processed = note is not None and self._logprobs is not None and self._logprobs.processed

@@ -25,9 +25,7 @@ def params(s: int) -> SamplingParams:
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("prefix", [False, True])
 @pytest.mark.parametrize("way", ["device", "host"])
-def test_grammars_across_preemption_and_overlap(
-    way: str, depth: int, prefix: bool, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_grammars_across_preemption_and_overlap(way: str, depth: int, prefix: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MODELRUNNER_GRAMMAR__MAX_WHITESPACE", "0")
     monkeypatch.setenv("MODELRUNNER_GRAMMAR__AUTOMATON_MEMORY", "1" if way == "device" else "0")
     subject = dense()

@@ -39,7 +39,7 @@ VOCAB: int = MODELS[MODEL]["vocab_size"]
 DEVICE = "cpu" if DRY else "cuda"
 ROWS = (2,) if DRY else (1, 32, 256)
 BATCH, OUTPUT = (4, 12) if DRY else (64, 256)
-WORDS = "root ::= ([a-z ]* \"!\")"
+WORDS = 'root ::= ([a-z ]* "!")'
 JSON = r"""
 space ::= (([ \n\r\t]))
 text ::= ("\"" [^\0-\x1f\"\\]* "\"")
@@ -143,7 +143,12 @@ def rate(made: Engine, kind: str, share: float, temperature: float, run: int) ->
         made.add_request(f"{run}-{kind}-{share}-{i}", {"prompt_token_ids": [(i * 37 + j) % 250 + 3 for j in range(16)]}, params)
     while made.scheduler.num_running < BATCH:
         made.step()
-    before, steps, held, begun = made.scheduler.stats.generated_tokens, made.scheduler.stats.steps, made.scheduler.stats.held, time.perf_counter()
+    before, steps, held, begun = (
+        made.scheduler.stats.generated_tokens,
+        made.scheduler.stats.steps,
+        made.scheduler.stats.held,
+        time.perf_counter(),
+    )
     while made.has_unfinished():
         made.step()
     took, stats = time.perf_counter() - begun, made.scheduler.stats
