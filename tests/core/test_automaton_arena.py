@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -79,7 +80,7 @@ def test_what_is_loaded_is_what_was_given(seed: int) -> None:
     for place in places:
         check(where, place)
     spans = sorted((place.first, place.end) for place in places)
-    assert all(left[1] <= right[0] for left, right in zip(spans, spans[1:], strict=False))
+    assert all(left[1] <= right[0] for left, right in itertools.pairwise(spans))
 
 
 def test_equal_grammars_share_their_states() -> None:

@@ -14,6 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,9 @@ text ::= ("\"" [^\0-\x1f\"\\]* "\"")
 digits ::= ([0-9] [0-9]*)
 next ::= (space{0, 16} "," space{0, 16})
 is ::= (space{0, 16} ":" space{0, 16})
-root ::= ("{" space{0, 16} "\"name\"" is text next "\"age\"" is digits next "\"city\"" is ("\"Oslo\"" | "\"Rome\"") next "\"note\"" is text space{0, 16} "}")
+first ::= (space{0, 16} "\"name\"" is text next "\"age\"" is digits)
+second ::= ("\"city\"" is ("\"Oslo\"" | "\"Rome\"") next "\"note\"" is text space{0, 16})
+root ::= ("{" first next second "}")
 """.strip()
 
 
@@ -104,21 +107,22 @@ def kernels(tokenizer: ByteTokenizer) -> None:
     share = [int(word).bit_count() for word in (masks[:states].to(torch.int64) & 0xFFFFFFFF).sum(1).tolist()]
     assert any(share)
     for n in ROWS:
-        rows = torch.arange(n, dtype=torch.int32, device=DEVICE)
-        at = rows * 7 % states
-        x = torch.randn(n, VOCAB, device=DEVICE).to(torch.float32 if DRY else torch.bfloat16)
-        some = torch.where(rows % 10 == 0, at, -1)
-        known = torch.ones_like(rows)
-        edit, mask, walk = logits.OVERRIDES["edit_logits"], logits.OVERRIDES["mask_logits"], automata.OVERRIDES["walk_tokens"]
-        every = microseconds(lambda x=x, rows=rows, at=at: mask(x, rows, None, (at, masks)))
-        few = microseconds(lambda x=x, rows=rows, some=some: mask(x, rows, None, (some, masks)))
-        none = (None,) * 5
-        copied = microseconds(
-            lambda x=x, rows=rows, at=at, known=known: edit(x, rows, known, known, known.unsqueeze(1), *none, (at, masks))
-        )
-        drawn, yes = torch.randint(0, VOCAB, (n, 1), device=DEVICE), torch.ones(n, dtype=torch.bool, device=DEVICE)
-        gone = microseconds(lambda a=at.clone(), r=rows, y=yes, d=drawn: walk(r, y, y, d, None, a, edges, closed, *given))
-        print(f"{n} rows: masks on all {every:.1f} us, on a tenth {few:.1f}, with a copy {copied:.1f}; walk {gone:.1f}", flush=True)
+        print(line_of(n, masks, edges, closed, given), flush=True)
+
+
+def line_of(n: int, masks: torch.Tensor, edges: torch.Tensor, closed: torch.Tensor, given: tuple[Any, ...]) -> str:
+    """Times of n rows."""
+    edit, mask, walk = logits.OVERRIDES["edit_logits"], logits.OVERRIDES["mask_logits"], automata.OVERRIDES["walk_tokens"]
+    rows = torch.arange(n, dtype=torch.int32, device=DEVICE)
+    at = rows * 7 % edges.shape[0]
+    some, known, going = torch.where(rows % 10 == 0, at, -1), torch.ones_like(rows), at.clone()
+    x = torch.randn(n, VOCAB, device=DEVICE).to(torch.float32 if DRY else torch.bfloat16)
+    drawn, yes = torch.randint(0, VOCAB, (n, 1), device=DEVICE), torch.ones(n, dtype=torch.bool, device=DEVICE)
+    every = microseconds(lambda: mask(x, rows, None, (at, masks)))
+    few = microseconds(lambda: mask(x, rows, None, (some, masks)))
+    copied = microseconds(lambda: edit(x, rows, known, known, known.unsqueeze(1), None, None, None, None, None, (at, masks)))
+    gone = microseconds(lambda: walk(rows, yes, yes, drawn, None, going, edges, closed, *given))
+    return f"{n} rows: masks on all {every:.1f} us, on a tenth {few:.1f}, with a copy {copied:.1f}; walk {gone:.1f}"
 
 
 def engine(tokenizer: Tokenizer, way: str) -> Engine:
@@ -143,16 +147,12 @@ def rate(made: Engine, kind: str, share: float, temperature: float, run: int) ->
         made.add_request(f"{run}-{kind}-{share}-{i}", {"prompt_token_ids": [(i * 37 + j) % 250 + 3 for j in range(16)]}, params)
     while made.scheduler.num_running < BATCH:
         made.step()
-    before, steps, held, begun = (
-        made.scheduler.stats.generated_tokens,
-        made.scheduler.stats.steps,
-        made.scheduler.stats.held,
-        time.perf_counter(),
-    )
+    first, begun = replace(made.scheduler.stats), time.perf_counter()
     while made.has_unfinished():
         made.step()
-    took, stats = time.perf_counter() - begun, made.scheduler.stats
-    return (stats.generated_tokens - before) / took, stats.generated_tokens - before, (stats.held - held) / max(stats.steps - steps, 1)
+    took, last = time.perf_counter() - begun, made.scheduler.stats
+    tokens = last.generated_tokens - first.generated_tokens
+    return tokens / took, tokens, (last.held - first.held) / max(last.steps - first.steps, 1)
 
 
 def main() -> None:

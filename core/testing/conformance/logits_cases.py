@@ -109,11 +109,9 @@ def _lead(words: torch.Tensor, table: Table) -> None:
 
 
 SIZES = ((1, 5), (5, 70), (4, 4100))
+PARTS = ("abswp", "a", "b", "s", "w", "p", "bp", "m", "abswpm")
 LOGITS_CASES: dict[str, tuple[Any, Any]] = {
     "count_tokens": (count_tokens, SIZES),
-    "edit_logits": (
-        edit_logits,
-        tuple((*size, parts) for size in SIZES[1:] for parts in ("abswp", "a", "b", "s", "w", "p", "bp", "m", "abswpm")),
-    ),
+    "edit_logits": (edit_logits, tuple((*size, parts) for size in SIZES[1:] for parts in PARTS)),
     "mask_logits": (mask_logits, tuple((*size, parts) for size in SIZES for parts in ("a", "m", "am"))),
 }
