@@ -193,8 +193,8 @@ class Builder:
                     reached[each] |= targets
                     steps += len(targets)
             line = [NO_STATE] * width
-            for each, targets in reached.items():
-                key = frozenset(targets)
+            for each, union in reached.items():
+                key = frozenset(union)
                 number = numbers.setdefault(key, len(subsets))
                 if number == len(subsets):
                     subsets.append(key)

@@ -10,7 +10,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from modelrunner.kernels.pdl import pdl
 
 BLOCK = 2048  # tokens a program
-MASKED = 8192  # tokens of a program that applies masks alone
 ENTRIES = 64  # entries of a list at a time
 
 Seated = tuple[torch.Tensor, torch.Tensor]
@@ -68,28 +67,34 @@ def _edit_all(
 
 @triton.jit
 def _mask_all(
-    logits, stride, vocab, rows, allow_seats, masks, words, states, state_masks, MASKED: tl.constexpr, PDL: tl.constexpr
+    logits, stride, vocab, rows, allow_seats, masks, words, states, state_masks, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """Program (n, b): -inf for those of tokens b * MASKED onwards of row n that a mask of the row leaves out. No logit is read."""
+    """Program (n, b): -inf for those of tokens b * BLOCK onwards of row n that a mask of the row leaves out. Where it leaves out all of
+    them they are not read, where it leaves out none they are not written."""
     if PDL:
         gdc_launch_dependents()
     n = tl.program_id(0).to(tl.int64)
-    ids = tl.program_id(1) * MASKED + tl.arange(0, MASKED)
+    ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = ids < vocab
+    kept = tl.full([BLOCK], 1, tl.int32)
     if PDL:
         gdc_wait()
     row = tl.load(rows + n).to(tl.int64)
-    out = logits + n * stride + ids
     if allow_seats is not None:
         seat = tl.load(allow_seats + row)
         if seat >= 0:
             word = tl.load(masks + seat.to(tl.int64) * words + ids // 32, mask=inside, other=0)
-            tl.store(out, -float("inf"), mask=inside & ((word >> (ids % 32)) & 1 == 0))
+            kept &= word >> (ids % 32)
     if states is not None:
         state = tl.load(states + row)
         if state >= 0:
             word = tl.load(state_masks + state.to(tl.int64) * words + ids // 32, mask=inside, other=0)
-            tl.store(out, -float("inf"), mask=inside & ((word >> (ids % 32)) & 1 == 0))
+            kept &= word >> (ids % 32)
+    if tl.min(tl.where(inside, kept, 1), 0) == 0:
+        x = tl.full([BLOCK], -float("inf"), tl.float32)
+        if tl.max(tl.where(inside, kept, 0), 0) != 0:
+            x = tl.where(kept != 0, tl.load(logits + n * stride + ids, mask=inside, other=0.0).to(tl.float32), x)
+        tl.store(logits + n * stride + ids, x, mask=inside)
 
 
 @triton.jit
@@ -218,4 +223,4 @@ def mask_logits(logits: torch.Tensor, rows: torch.Tensor, allowed: Seated | None
     assert logits.stride(1) == 1, "the logits of a row lie side by side"
     if n:
         head = (logits, logits.stride(0), vocab, rows)
-        _mask_all[(n, triton.cdiv(vocab, MASKED))](*head, *_masks(allowed, automata), MASKED, num_warps=8, **pdl(logits))
+        _mask_all[(n, triton.cdiv(vocab, BLOCK))](*head, *_masks(allowed, automata), BLOCK, num_warps=4, **pdl(logits))
