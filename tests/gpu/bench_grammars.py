@@ -3,7 +3,7 @@
 First the kernels, in microseconds in a CUDA graph, at the size of Qwen3's vocabulary: masks of states laid on the logits, beside the copy
 that they need where other edits come too; the walk of the sampled tokens; the masks of a grammar's states. Then engines with made-up
 weights and a vocabulary of made-up byte strings: tokens a second of rows that all have a grammar, half of them, or none. The host's
-masks lie ready in a table, so its way costs less here than with a grammar library. --dry: small, on the CPU, in Triton's interpreter..
+masks lie ready in a table, so its way costs less here than with a grammar library. --dry: small, on the CPU, in Triton's interpreter.
 --kernels: nothing else.
 """
 
