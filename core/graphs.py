@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from modelrunner.attention import AttentionBackend
-from modelrunner.batch import EDITED, Feature, Plan
+from modelrunner.batch import EDITED, Feature, Plan, as_built
 from modelrunner.device import Device
 from modelrunner.model_state import ModelState, Needs, No
 from modelrunner.step_buffers import Buckets, Shape
@@ -24,6 +24,10 @@ KINDS = (Feature.GREEDY, Feature.PLAIN)  # tails of decode steps captured at sta
 # Features of tails that can be captured, beside those of logits processors: not those of taps, nor of log-probs of prompts and of whole
 # vocabularies.
 CAPTURED = Feature.PLAIN | Feature.FILTERED | EDITED | Feature.LOGPROBS
+# Tails whose kernels are built at start-up: all that rows of built-in features may ask for.
+_DRAWS = (Feature.GREEDY, Feature.PLAIN, Feature.PLAIN | Feature.FILTERED)
+_EDITS = (Feature.GREEDY, Feature.ALLOWED, EDITED, Feature.LOGPROBS, EDITED | Feature.LOGPROBS)
+BUILT = tuple(draw | edits for draw in _DRAWS for edits in _EDITS)
 
 
 class Key(NamedTuple):
@@ -109,6 +113,11 @@ class StepGraphs:
         return len(self._tokens) + len(self._rows) * len(KINDS)
 
     @property
+    def tails(self) -> list[Key]:
+        """Tails that bring up every kernel that a captured tail may want: its kernels are of two kinds, for few rows and for many."""
+        return [Key("tail", rows, features) for rows in dict.fromkeys((*self._rows[:1], *self._rows[-1:])) for features in BUILT]
+
+    @property
     def captured(self) -> list[Key]:
         """What is ready to be replayed."""
         return list(self._replays)
@@ -117,7 +126,7 @@ class StepGraphs:
         """The graphs that run `plan`, padded to `shape`, one after the other; none for a step that is not captured."""
         if plan.num_draft or int(plan.features) & self._uncaptured:
             return ()
-        features = plan.features | EDITED if plan.features & EDITED else plan.features  # one graph edits all that a row may ask for
+        features = as_built(plan.features)
         if plan.num_decode == plan.num_rows:
             return (Key("step", shape.num_rows, features),) if shape.num_rows in self._rows else ()
         if shape.num_tokens not in self._tokens:
