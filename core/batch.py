@@ -56,8 +56,10 @@ EDITED = MASKED | REWRITTEN  # logits change before the draw
 
 def as_built(features: Feature) -> Feature:
     """What a tail with `features` is built for: every edit of logits, if one of them is asked for, as tails and kernels of each mixture
-    would be too many; but allow lists alone, those of structured output above all, which leave the logits in their own type."""
-    return features | EDITED if features & EDITED & ~Feature.ALLOWED else features
+    would be too many; but masks alone, those of structured output above all, which leave the logits in their own type."""
+    if features & REWRITTEN:
+        return features | EDITED
+    return features | MASKED if features & MASKED else features
 
 
 PROMPT = Feature.PROMPT_LOGPROBS | Feature.ALL_PROMPT_LOGPROBS  # what a row asks for until its prompt is computed

@@ -84,8 +84,7 @@ class Runner:
         plan = self._blank_plan()
         self.state.fill_dummy(self.buffers.batch(plan, self.buckets.shape(plan), self.parts.table.columns))
         sampler = self.parts.sampler
-        masked = [each for each in (Feature.ALLOWED, Feature.AUTOMATON) if each & sampler.edited]
-        tails = (Feature.GREEDY, Feature.PLAIN, Feature.PLAIN | Feature.FILTERED, EDITED | Feature.LOGPROBS, sampler.processed, *masked)
+        tails = (Feature.GREEDY, Feature.PLAIN, Feature.PLAIN | Feature.FILTERED, EDITED | Feature.LOGPROBS, sampler.processed)
         kinds = [replace(plan, features=features) for features in dict.fromkeys(tails)]
         longest = self.longest_prompt
         prompts = [blank_plans.prompt(plan, self.parts.layouts, n) for n in sorted({min(FIRST_PROMPT, longest), longest})]

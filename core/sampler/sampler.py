@@ -179,14 +179,6 @@ class Sampler:
         stage = self._edits[name]
         return stage.given(batch.columns) if stage is not None and stage.feature & batch.features else None
 
-    @property
-    def edited(self) -> Feature:
-        """Features of the stages that make up `edit_logits`."""
-        found = Feature.GREEDY
-        for stage in self._edits.values():
-            found |= Feature.GREEDY if stage is None else stage.feature
-        return found
-
     def loading(self) -> list[Callable[[], None]]:
         """H, at start-up. What stages launch beside steps, to be got ready."""
         return [stage.loading() for stage in self.stages if isinstance(stage, Automata)]
