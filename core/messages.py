@@ -107,11 +107,13 @@ class Facts(_Message):
 
 
 class Ended(_Message):
-    """A request ended; the tokens of the same message are its last."""
+    """A request ended; the tokens of the same message are its last. Drafts as in `CompletionOutput`."""
 
     number: int
     finish_reason: str
     stop_reason: int | str | None
+    num_drafted: int = 0
+    num_accepted: int = 0
 
 
 class Refused(_Message):
@@ -138,6 +140,8 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     `scheduler.Stats`. sleeping: the cache's memory is given up, and requests wait. weight_version: of the weights in use.
     weights_problem: why they cannot be used, so that requests wait; empty when they can. loaded_tensors: of all updates. grammar_ways:
     requests with structured output by the way that they took: "device", or "host: " and the reason.
+    weights_problem: why they cannot be used, so that requests wait; empty when they can. loaded_tensors: of all updates.
+    drafted_at, accepted_at: drafts checked and kept, by place among those of a request in a step.
     """
 
     running: int = 0
@@ -158,6 +162,8 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     loaded_tensors: int = 0
     held: int = 0
     grammar_ways: dict[str, int] = {}
+    drafted_at: list[int] = []
+    accepted_at: list[int] = []
 
     @property
     def progress(self) -> tuple[int, int, int, int]:

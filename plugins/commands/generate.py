@@ -48,7 +48,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, metavar="S", help="the same seed gives the same text")
     parser.add_argument("--stop", action="append", metavar="TEXT", help="end the output before this text; repeatable")
     parser.add_argument("--ignore-eos", action="store_true", default=None, help="go on past the end of the sequence")
-    parser.add_argument("--json", action="store_true", help="one JSON object a line: prompt_token_ids, token_ids, text, finish_reason")
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="one JSON object a line: prompt_token_ids, token_ids, text, finish_reason; with a drafter num_drafted, num_accepted",
+    )
     parser.add_argument(
         "--logprobs", type=int, metavar="N",
         help="with --json, list for each token its log-prob and those of the N likeliest ones; -9999 is a token that could not come",
@@ -119,6 +123,8 @@ def show_json(outputs: Sequence[RequestOutput]) -> None:
             "token_ids": list(choice.token_ids),
             "text": choice.text,
             "finish_reason": choice.finish_reason,
+            "num_drafted": choice.num_drafted,
+            "num_accepted": choice.num_accepted,
         }
         if choice.logprobs is not None:
             line["logprobs"] = [entries(found) for found in choice.logprobs]
