@@ -145,17 +145,27 @@ class SafetensorsReader(CheckpointReader):
         return shards
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for file, names in self._opened("pt"):
+            for name in names:
+                yield name, file.get_tensor(name)
+
+    def names(self) -> Iterator[str]:
+        """The names of all tensors, of which none is read; torch is not imported. Raises CheckpointError as `tensors` does."""
+        for _, names in self._opened("numpy"):
+            yield from names
+
+    def _opened(self, framework: str) -> Iterator[tuple[Any, list[str]]]:
+        """Each file, open, with the names of its tensors."""
         from safetensors import SafetensorError, safe_open
 
         for path, expected in self.files().items():
             try:
-                with safe_open(path, framework="pt", device="cpu") as file:
+                with safe_open(path, framework=framework, device="cpu") as file:
                     names = list(file.keys())
                     absent = sorted(set(expected or ()) - set(names))
                     if absent:
                         raise CheckpointError(f"{path} lacks {len(absent)} tensors that {INDEX} expects there: {', '.join(absent[:10])}")
-                    for name in names:
-                        yield name, file.get_tensor(name)
+                    yield file, names
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(f"{path} cannot be read (damaged or truncated?): {error}") from error
 
