@@ -118,6 +118,8 @@ def assemble(arguments: Mapping[str, Any], plugins: Sequence[object] = ()) -> As
     manager = PluginManager.load(plugins)
     settings = settle(arguments, manager)
     manager.warn_failures()
+    if settings.speculation.drafter is not None:
+        raise SettingsError(f"speculation.drafter is {settings.speculation.drafter!r}, but no step with drafts can run yet; leave it out")
     choose = Chooser(manager, settings)
     reader, card = open_checkpoint(choose)
     tokenizer = None if settings.model.skip_tokenizer_init else choose("tokenizer", card=card, settings=settings)

@@ -26,11 +26,12 @@ if TYPE_CHECKING:
     from modelrunner.offers import Decline, Offer
     from modelrunner.ops import Register
     from modelrunner.settings import RunnerSettings, Section
+    from modelrunner.speculation import Drafter, TargetModel
     from modelrunner.taps import ModelInfo, Tap
     from modelrunner.text import Tokenizer
 
 PROJECT = "modelrunner"
-API_VERSION = "1.5"
+API_VERSION = "1.6"
 
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
@@ -82,6 +83,13 @@ class HookSpecs:
     @hookspec
     def linear_scheme(self, card: ModelCard, device: Device, settings: RunnerSettings) -> Offer[type[LinearScheme]] | Decline | None:
         """Bid to store and apply the weights of linear layers."""
+
+    @hookspec
+    def drafter(self, card: ModelCard | None, target: TargetModel, settings: RunnerSettings) -> Offer[type[Drafter]] | Decline | None:
+        """Bid to propose tokens for speculative decoding. Asked only if `speculation.drafter` is set; card: of `speculation.model`, or
+        None.
+
+        New in 1.6."""
 
     @hookspec
     def taps(self, model_info: ModelInfo) -> Tap | Sequence[Tap] | None:

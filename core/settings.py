@@ -40,6 +40,7 @@ __all__ = [
     "SamplerSettings",
     "SchedulerSettings",
     "Section",
+    "SpeculationSettings",
     "load_settings",
     "merge_sections",
     "setting_origins",
@@ -237,6 +238,19 @@ class GrammarSettings(Section):
     """Seconds for which a turn of the loop makes masks while a step runs; requests whose masks are not made then wait for a later step."""
 
 
+class SpeculationSettings(Section):
+    """Speculative decoding: a drafter proposes tokens, the model checks several at once."""
+
+    drafter: str | None = None
+    """Name of the drafter offer (ngram, or a plugin's); none decodes a token at a time."""
+
+    num_tokens: int = Field(default=3, ge=1, le=16)
+    """Most tokens that are proposed for a request in a step; a request may ask for fewer (num_draft_tokens)."""
+
+    model: str = ""
+    """Hub id or folder of the drafter's weights; empty for a drafter without, or one whose weights lie with the model's."""
+
+
 class GraphSettings(Section):
     """Captured graphs and the batch shapes that they are padded to."""
 
@@ -300,6 +314,9 @@ class PinSettings(Section):
     grammar_backend: str | None = None
     """Name of the offer that compiles grammars; none chooses by fit."""
 
+    drafter: str | None = None
+    """Name of the offer that drafts; none lets speculation.drafter decide."""
+
     def of(self, hook: str) -> str | None:
         """The name pinned for `hook`. (The field for the hook `model_config` has another name in Python: pydantic keeps that one.)"""
         if hook not in field_names(type(self)):
@@ -341,6 +358,8 @@ class RunnerSettings(BaseSettings):
     """Capacities of the sampler's columns."""
     grammar: GrammarSettings = GrammarSettings()
     """Structured output."""
+    speculation: SpeculationSettings = SpeculationSettings()
+    """Speculative decoding."""
     graphs: GraphSettings = GraphSettings()
     """Captured graphs and the batch shapes that they are padded to."""
     process: ProcessSettings = ProcessSettings()
