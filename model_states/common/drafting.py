@@ -1,6 +1,6 @@
 """How heads that read the target's hidden states propose tokens: what EAGLE, EAGLE-3 and multi-token prediction share.
 
-Such a head pairs the hidden state of position i with the token at i + 1, and keeps what it made of them at position i of a cache of its own.
+Such a head pairs the hidden state of position i with the token at i + 1, and keeps what it made of both at position i of its own cache.
 """
 
 from __future__ import annotations
@@ -65,16 +65,16 @@ class FeatureDrafter(Drafter):
         """Raise ValueError unless the head's hidden size is the target's."""
         if own != self.target.hidden_size:
             raise ValueError(
-                f"drafter {self.source.name} has hidden_size {own}, target {self.target.card.name} has {self.target.hidden_size}; they must be "
-                "equal: the head was made for another model"
+                f"drafter {self.source.name} has hidden_size {own}, target {self.target.card.name} has {self.target.hidden_size}; the "
+                "head was made for another model"
             )
 
     def same_vocabulary(self, own: int) -> None:
         """Raise ValueError unless the head's vocabulary is as large as the target's."""
         if own != self.target.vocab_size:
             raise ValueError(
-                f"drafter {self.source.name} has a vocabulary of {own} ids, target {self.target.card.name} one of {self.target.vocab_size}; "
-                "they must share one"
+                f"drafter {self.source.name} has a vocabulary of {own} ids, target {self.target.card.name} one of "
+                f"{self.target.vocab_size}; they must share one"
             )
 
     def share(self, build: DraftBuild, embedding: Embedding | None) -> None:

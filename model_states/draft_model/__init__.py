@@ -11,14 +11,14 @@ if TYPE_CHECKING:
     from modelrunner.checkpoint import ModelCard
     from modelrunner.speculation import Drafter
 
-MODELRUNNER_API = ">=1,<2"
+MODELRUNNER_API = ">=1.6,<2"
 
 
 @hookimpl
 def drafter(card: ModelCard | None) -> Offer[type[Drafter]] | Decline:
     if card is None:
-        return Decline("a draft model needs weights, and speculation.model names none")
-    return Offer("draft_model", load, "family", f"{card.name} is a model by itself")
+        return Decline("a draft model has weights: name their folder or hub id in speculation.model")
+    return Offer("draft_model", load, "exact", f"reads the weights of {card.name}")
 
 
 def load() -> type[Drafter]:

@@ -52,8 +52,8 @@ class DraftModel(Drafter):
         other = [group.name for group in needs.cache_groups if not isinstance(group, FullAttention)]
         if other or needs.columns or needs.buffers:
             raise ValueError(
-                f"draft model {self.own.name}: {type(self.state).__name__} has cache groups that do not attend ({', '.join(other) or 'none'}), "
-                f"{len(needs.columns)} columns and {len(needs.buffers)} buffers; a draft model may have attention only"
+                f"draft model {self.own.name}: {type(self.state).__name__} has groups that do not attend "
+                f"({', '.join(other) or 'none'}), {len(needs.columns)} columns and {len(needs.buffers)} buffers; it may have attention only"
             )
         return DrafterNeeds(
             cache_groups=tuple(replace(group, name=PREFIX + group.name) for group in needs.cache_groups),

@@ -21,6 +21,7 @@ def require_same_ids(target: Tokenizer, drafter: Tokenizer, target_name: str, dr
     differ = next((token for token in range(both) if of_target[token] != of_drafter[token]), None)
     if differ is not None:
         raise ValueError(
-            f"target {target_name} and drafter {drafter_name} do not share a vocabulary (of {target.vocab_size} and {drafter.vocab_size} ids): "
+            f"target {target_name} and drafter {drafter_name} do not share a vocabulary (of {target.vocab_size} and "
+            f"{drafter.vocab_size} ids): "
             f"id {differ} is {of_target[differ]!r} in the target's tokenizer and {of_drafter[differ]!r} in the drafter's"
         )

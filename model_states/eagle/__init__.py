@@ -11,20 +11,14 @@ if TYPE_CHECKING:
     from modelrunner.checkpoint import ModelCard
     from modelrunner.speculation import Drafter
 
-MODELRUNNER_API = ">=1,<2"
+MODELRUNNER_API = ">=1.6,<2"
 
 
 @hookimpl
 def drafter(card: ModelCard | None) -> Offer[type[Drafter]] | Decline:
-    from modelrunner.model_states.common.card import architecture_of
-    from modelrunner.model_states.common.drafter_cards import is_eagle3
-
     if card is None:
-        return Decline("an EAGLE head needs weights, and speculation.model names none")
-    architecture = architecture_of(card)
-    if "eagle" in architecture.lower() and not is_eagle3(card.config, architecture):
-        return Offer("eagle", load, "exact", f"{architecture} is an EAGLE head")
-    return Offer("eagle", load, "fallback", f"{architecture or 'a checkpoint without architecture'} may be an EAGLE head; published ones do not say")
+        return Decline("an EAGLE head has weights: name their folder or hub id in speculation.model")
+    return Offer("eagle", load, "exact", f"reads the weights of {card.name}")
 
 
 def load() -> type[Drafter]:

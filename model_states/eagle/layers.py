@@ -26,7 +26,9 @@ class EagleModel(nn.Module):
         layer = config.layer
         self.embed = Embedding(ctx, layer.vocab_size, layer.hidden_size) if config.own_embedding else None
         self.fc = ctx.linear(2 * layer.hidden_size, layer.hidden_size, bias=config.fc_bias)
-        self.stack = tuple(DraftLayer(ctx, layer, index, pre_norm=index > 0) for index in range(layer.num_layers))  # the same modules, typed
+        self.stack = tuple(
+            DraftLayer(ctx, layer, index, pre_norm=index > 0) for index in range(layer.num_layers)
+        )  # the same modules, typed
         self.layers = nn.ModuleList(self.stack)
         self.head = ctx.linear(layer.hidden_size, layer.vocab_size) if config.own_head else None
         self.rotary = RotaryTable(ctx, layer, length)

@@ -9,23 +9,16 @@ from modelrunner.offers import Decline, Offer
 
 if TYPE_CHECKING:
     from modelrunner.checkpoint import ModelCard
-    from modelrunner.settings import RunnerSettings
     from modelrunner.speculation import Drafter
 
-MODELRUNNER_API = ">=1,<2"
+MODELRUNNER_API = ">=1.6,<2"
 
 
 @hookimpl
-def drafter(card: ModelCard | None, settings: RunnerSettings) -> Offer[type[Drafter]] | Decline:
-    from modelrunner.model_states.common.card import architecture_of
-    from modelrunner.model_states.common.drafter_cards import is_eagle3
-
+def drafter(card: ModelCard | None) -> Offer[type[Drafter]] | Decline:
     if card is None:
-        return Decline("an EAGLE-3 head needs weights, and speculation.model names none")
-    architecture = architecture_of(card)
-    if not is_eagle3(card.config, architecture) and settings.speculation.drafter != "eagle3":
-        return Decline(f"nothing in the configuration of {card.name} says EAGLE-3; name it in speculation.drafter if it is")
-    return Offer("eagle3", load, "exact", f"{architecture or card.name} is an EAGLE-3 head")
+        return Decline("an EAGLE-3 head has weights: name their folder or hub id in speculation.model")
+    return Offer("eagle3", load, "exact", f"reads the weights of {card.name}")
 
 
 def load() -> type[Drafter]:

@@ -71,9 +71,7 @@ def eagle3_config(card: ModelCard, names: Collection[str], target: Mapping[str, 
     layer = replace(layer, vocab_size=target_vocab)
     draft_vocab = int(card.config.get("draft_vocab_size") or target_vocab)
     if not 0 < draft_vocab <= target_vocab:
-        raise ValueError(
-            f"{card.name}: draft_vocab_size is {draft_vocab}, but the target's vocabulary has {target_vocab} ids; up to as many are possible"
-        )
+        raise ValueError(f"{card.name}: draft_vocab_size is {draft_vocab}; 1 to {target_vocab} are possible, the ids of the target")
     return Eagle3Config(
         layer=layer,
         draft_vocab_size=draft_vocab,

@@ -33,7 +33,9 @@ class Eagle3Drafter(FeatureDrafter):
     def declare(self) -> DrafterNeeds:
         config = self.config
         if absent := sorted(set(self.points) - set(self.target.tap_points)):
-            raise ValueError(f"drafter {self.source.name} reads the target's tap points {', '.join(self.points)}; it lacks {', '.join(absent)}")
+            raise ValueError(
+                f"drafter {self.source.name} reads the target's tap points {', '.join(self.points)}; it lacks {', '.join(absent)}"
+            )
         if not (config.own_embedding and config.own_head):  # what is the target's must fit
             self.same_hidden_size(config.layer.hidden_size)
         return DrafterNeeds(

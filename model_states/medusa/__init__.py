@@ -11,16 +11,14 @@ if TYPE_CHECKING:
     from modelrunner.checkpoint import ModelCard
     from modelrunner.speculation import Drafter
 
-MODELRUNNER_API = ">=1,<2"
+MODELRUNNER_API = ">=1.6,<2"
 
 
 @hookimpl
 def drafter(card: ModelCard | None) -> Offer[type[Drafter]] | Decline:
     if card is None:
-        return Decline("Medusa heads need weights, and speculation.model names none")
-    if "medusa_num_layers" not in card.config:
-        return Decline(f"{card.name} has no medusa_num_layers in its configuration, which all Medusa heads have")
-    return Offer("medusa", load, "exact", f"{card.name} holds Medusa heads")
+        return Decline("Medusa heads have weights: name their folder or hub id in speculation.model")
+    return Offer("medusa", load, "exact", f"reads the weights of {card.name}")
 
 
 def load() -> type[Drafter]:

@@ -5,22 +5,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from modelrunner.hookspecs import hookimpl
-from modelrunner.offers import Decline, Offer
+from modelrunner.offers import Offer
 
 if TYPE_CHECKING:
     from modelrunner.checkpoint import ModelCard
-    from modelrunner.settings import RunnerSettings
     from modelrunner.speculation import Drafter, TargetModel
 
-MODELRUNNER_API = ">=1,<2"
+MODELRUNNER_API = ">=1.6,<2"
 
 
 @hookimpl
-def drafter(card: ModelCard | None, target: TargetModel, settings: RunnerSettings) -> Offer[type[Drafter]] | Decline:
+def drafter(card: ModelCard | None, target: TargetModel) -> Offer[type[Drafter]]:
     source = card or target.card
-    if not source.config.get("num_nextn_predict_layers") and settings.speculation.drafter != "mtp":
-        return Decline(f"{source.name} has no num_nextn_predict_layers in its configuration; name mtp in speculation.drafter if it has such a module")
-    return Offer("mtp", load, "family", f"{source.name} brings a module for multi-token prediction")
+    return Offer("mtp", load, "exact", f"reads the module for multi-token prediction of {source.name}")
 
 
 def load() -> type[Drafter]:

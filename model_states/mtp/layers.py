@@ -19,7 +19,8 @@ from modelrunner.model_states.mtp.config import MTPConfig
 
 
 class MTPModel(nn.Module):
-    """One decoder layer over the projected norms of a hidden state and of the next token's embedding. The target's head reads its output."""
+    """One decoder layer over the projected norms of a hidden state and of the next token's embedding; its output goes to the target's
+    head."""
 
     def __init__(self, ctx: BuildContext, config: MTPConfig, length: int) -> None:
         """length: positions of the rotary table."""

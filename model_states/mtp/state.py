@@ -17,8 +17,8 @@ from modelrunner.weights import WeightMap
 
 
 class MTPDrafter(FeatureDrafter):
-    """One decoder layer, trained with the target, whose embedding and head it uses. More than one draft: the module is applied again to what
-    it gave."""
+    """One decoder layer, trained with the target, whose embedding and head it uses. For more than one draft the module is applied again, to
+    what it gave."""
 
     module: MTPModel
 
