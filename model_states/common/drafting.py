@@ -14,6 +14,7 @@ from typing import Protocol, cast
 import torch
 
 from modelrunner.attention import BoundAttention
+from modelrunner.batch import Batch
 from modelrunner.checkpoint import ModelCard, SafetensorsReader
 from modelrunner.model_state import ModelState
 from modelrunner.model_states.common.layers import Embedding
@@ -48,6 +49,8 @@ class FeatureDrafter(Drafter):
 
     target_state: ModelState
     embedding: Embedding | None = None  # of the head's own; the target's otherwise
+    embedding_size: int
+    dtype: torch.dtype  # of activations
 
     @property
     def source(self) -> ModelCard:
@@ -79,7 +82,8 @@ class FeatureDrafter(Drafter):
 
     def share(self, build: DraftBuild, embedding: Embedding | None) -> None:
         """Remember whose embedding to use."""
-        self.target_state, self.embedding = build.target, embedding
+        self.target_state, self.embedding, self.dtype = build.target, embedding, build.context.dtype
+        self.embedding_size = self.target.hidden_size if embedding is None else embedding.weight.shape[1]
 
     # ---- the step ------------------------------------------------------------------------------------------------
 
@@ -97,7 +101,7 @@ class FeatureDrafter(Drafter):
 
     def propose(self, step: DraftStep, out: torch.Tensor, probabilities: torch.Tensor | None) -> None:
         model = cast(FeatureModel, self.module)
-        features = model(self._embed(step, step.next_ids), self.first_features(step), step.positions, step.attention)
+        features = model(self._embed(step.batch, step.next_ids), self.first_features(step), step.positions, step.attention)
         if not step.num_draft:
             return
         features = features.index_select(0, step.last_place)
@@ -105,21 +109,18 @@ class FeatureDrafter(Drafter):
         out[:, 0].copy_(ids)
         for number in range(1, step.num_draft):
             one = step.next_pass(number - 1)  # the last draft belongs to the features of the position before it
-            features = model(self._embed(step, ids), features, one.positions, one.attention)
+            features = model(self._embed(one.batch, ids), features, one.batch.positions, one.attention)
             ids = self._best(features)
             out[:, number].copy_(ids)
 
     def _best(self, features: torch.Tensor) -> torch.Tensor:
         return self.target_ids(self.logits(features).argmax(-1))
 
-    def _embed(self, step: DraftStep, ids: torch.Tensor) -> torch.Tensor:
-        """Embeddings [n, H] of ids [n] int64."""
+    def _embed(self, batch: Batch, ids: torch.Tensor) -> torch.Tensor:
+        """Embeddings of ids [T] int64, one for each token of `batch`: [T, H]."""
+        out = torch.empty(ids.shape[0], self.embedding_size, dtype=self.dtype, device=ids.device)
         if self.embedding is not None:
-            weight = self.embedding.weight
-            out = weight.new_empty(ids.shape[0], weight.shape[1])
             self.embedding(ids, out)
-            return out
-        hidden = step.hidden if step.hidden is not None else next(iter(step.taps.values()))
-        out = hidden.new_empty(ids.shape[0], self.target.hidden_size)
-        self.target_state.embed(replace(step.batch, input_ids=ids, num_tokens=ids.shape[0]), out)
+        else:
+            self.target_state.embed(replace(batch, input_ids=ids), out)
         return out

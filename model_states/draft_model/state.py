@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from modelrunner.attention import BoundAttention
+from modelrunner.batch import Batch
 from modelrunner.checkpoint import ModelCard
 from modelrunner.model_state import FullAttention, ModelState, Needs, No, Yes
 from modelrunner.model_states.common.draft_layers import PREFIX
@@ -77,18 +78,18 @@ class DraftModel(Drafter):
         return self.state.weight_map(self.own)
 
     def propose(self, step: DraftStep, out: torch.Tensor, probabilities: torch.Tensor | None) -> None:
-        self._run(step, step.batch.input_ids, step.positions, step.attention)
+        self._run(step, step.batch, step.positions, step.attention)
         ids = step.newest
         for number in range(step.num_draft):
             one = step.next_pass(number)
-            ids = self.state.logits(self._run(step, ids, one.positions, one.attention)).argmax(-1)
+            hidden = self._run(step, replace(one.batch, input_ids=ids), one.batch.positions, one.attention)
+            ids = self.state.logits(hidden).argmax(-1)
             out[:, number].copy_(ids)
 
-    def _run(self, step: DraftStep, ids: torch.Tensor, positions: torch.Tensor, attention: Mapping[str, BoundAttention]) -> torch.Tensor:
-        """Hidden states [n, H] of ids [n] at `positions`, which the caches then hold."""
-        state, tokens = self.state, ids.shape[0]
-        batch = replace(step.batch, input_ids=ids, positions=positions, num_tokens=tokens)
-        hidden = torch.empty(tokens, self.needs.hidden_size, dtype=self.dtype, device=ids.device)
+    def _run(self, step: DraftStep, batch: Batch, positions: torch.Tensor, attention: Mapping[str, BoundAttention]) -> torch.Tensor:
+        """Hidden states [T, H] of the tokens of `batch` at `positions` [T], which the caches then hold."""
+        state = self.state
+        hidden = torch.empty(positions.shape[0], self.needs.hidden_size, dtype=self.dtype, device=positions.device)
         state.embed(batch, hidden)
         return state.forward(hidden, state.positions(batch, positions), own_names(attention), own_names(step.caches), untapped)
 
