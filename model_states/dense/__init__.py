@@ -1,4 +1,4 @@
-"""Plugin: dense decoders with RMS norm, rotary positions and gated MLPs (Llama, SmolLM2, Mistral, Phi-3, Qwen2, Qwen3)."""
+"""Plugin: dense decoders with RMS norm, rotary positions and gated MLPs (Llama, SmolLM2, Mistral, Phi-3, Qwen2, MiMo, Qwen3)."""
 
 from __future__ import annotations
 
