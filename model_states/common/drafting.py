@@ -19,6 +19,7 @@ from modelrunner.checkpoint import ModelCard, SafetensorsReader
 from modelrunner.model_state import ModelState
 from modelrunner.model_states.common.layers import Embedding
 from modelrunner.speculation import DraftBuild, Drafter, DraftStep
+from modelrunner.torch_file import TorchReader
 
 
 class FeatureModel(Protocol):
@@ -35,8 +36,9 @@ def tensor_names(card: ModelCard) -> frozenset[str]:
 
     Published heads differ in what they bring along, and only the names tell. Raises CheckpointError for a file that is missing or damaged.
     """
-    if card.format == "safetensors":
-        return frozenset(SafetensorsReader(card.path, card.name).names())
+    reader = {"safetensors": SafetensorsReader, "torch": TorchReader}.get(card.format)
+    if reader is not None:
+        return frozenset(reader(card.path, card.name).names())
     return frozenset(card.metadata.get("gguf.tensor_names", ()))
 
 
