@@ -102,12 +102,14 @@ def propose(
     ids: Sequence[int],
     features: torch.Tensor,
     count: int,
-) -> list[int]:
-    """`count` drafts after `ids`. logits: [H] -> scores by target id. features: [len(ids) - 1, H], what the head reads of the target."""
-    tokens, drafts = list(ids[1:]), []
+) -> list[tuple[int, float]]:
+    """`count` drafts after `ids`, each with its lead over the second best. logits: [H] -> scores by target id. features:
+    [len(ids) - 1, H], what the head reads of the target."""
+    tokens, drafts = list(ids[1:]), list[tuple[int, float]]()
     for _ in range(count):
         out = head(embedding[tokens], features)
-        drafts.append(int(logits(out[-1]).argmax()))
-        tokens.append(drafts[-1])
+        best = logits(out[-1]).topk(2)
+        drafts.append((int(best.indices[0]), float(best.values[0] - best.values[1])))
+        tokens.append(drafts[-1][0])
         features = torch.cat((features, out[-1:]))
     return drafts

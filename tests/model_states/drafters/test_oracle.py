@@ -1,4 +1,4 @@
-"""Drafters propose what their papers say, whatever the steps were that brought the row there."""
+"""Drafters propose what their papers say, whatever the steps were that brought the row there. Without an engine: see `bench`."""
 
 from __future__ import annotations
 
@@ -6,57 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from modelrunner.model_states import draft_model, eagle, eagle3, medusa, mtp
-from tests.model_states.drafters import heads, oracle
+from tests.model_states.drafters import heads
 from tests.model_states.drafters.bench import Bench
+from tests.model_states.drafters.papers import Papers
 
-PLUGINS = {"eagle": eagle, "eagle3": eagle3, "mtp": mtp, "medusa": medusa, "draft_model": draft_model}
 K = 4
+PROMPT = [1, 20, 21, 22, 23, 90, 91, 92, 30, 31]
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The target's checkpoint, with a module for multi-token prediction in it."""
-    return heads.write(tmp_path_factory.mktemp("target"), heads.TARGET, heads.target_tensors() | heads.mtp_tensors())
-
-
-@pytest.fixture(scope="module")
-def transformers_model(target: Path) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
-
-
-def hidden_states(model: Any, ids: list[int]) -> dict[str, torch.Tensor]:
-    """Of the target, for each token: `layer.i` what enters layer i, `last` the normed one that the head reads."""
-    with torch.no_grad():
-        found = model(torch.tensor([ids]), output_hidden_states=True).hidden_states
-    return {**{f"layer.{layer}": found[layer][0] for layer in range(heads.LAYERS)}, "last": found[-1][0]}
-
-
-def wanted(kind: str, model: Any, known: list[int], changes: dict[str, Any]) -> list[int]:
-    """K drafts after `known`, by the oracle."""
-    states, weights = hidden_states(model, known[:-1]), model.state_dict()
-    embedding, head = weights["model.embed_tokens.weight"], weights["lm_head.weight"]
-    if kind == "eagle":
-        tensors = heads.eagle_tensors(**changes)
-        own = tensors.get("embed_tokens.weight", embedding)
-        return oracle.propose(oracle.eagle_head(tensors, heads.eagle_config()), lambda x: head @ x, own, known, states["last"], K)
-    if kind == "mtp":
-        return oracle.propose(oracle.mtp_head(heads.mtp_tensors(), heads.TARGET), lambda x: head @ x, embedding, known, states["last"], K)
-    tensors = heads.eagle3_tensors(**{name: value for name, value in changes.items() if name != "config"})
-    config = heads.EAGLE3 | changes.get("config", {})
-    layer = changes.get("layer", "midlayer")
-    fused = torch.cat([states[f"layer.{i}"] for i in config["eagle_aux_hidden_state_layer_ids"]], -1) @ tensors["fc.weight"].T
-
-    def logits(x: torch.Tensor) -> torch.Tensor:
-        own = tensors["lm_head.weight"] @ oracle.rms_norm(x, tensors["norm.weight"], config["rms_norm_eps"])
-        ids = torch.arange(heads.VOCAB) if changes.get("full") else heads.draft_ids()
-        return torch.full((heads.VOCAB,), -torch.inf).index_copy(0, ids, own)
-
-    return oracle.propose(oracle.eagle3_head(tensors, config, layer), logits, embedding, known, fused, K)
+def papers(tmp_path_factory: pytest.TempPathFactory) -> Papers:
+    return Papers(heads.write(tmp_path_factory.mktemp("target"), heads.TARGET, heads.target_tensors() | heads.mtp_tensors()))
 
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -70,80 +32,52 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "eagle3, norm before residual": ("eagle3", {"layer": "layers.0", "config": {"norm_before_residual": True}}),
     "mtp": ("mtp", {}),
+    "draft_model": ("draft_model", {}),
 }
 
 
 def bench(kind: str, target: Path, folder: Path, changes: dict[str, Any]) -> Bench:
+    own = {name: value for name, value in changes.items() if name != "config"}
     if kind == "mtp":
         return Bench(target, mtp, None)
+    if kind == "draft_model":
+        return Bench(target, draft_model, heads.write(folder, heads.TARGET, heads.draft_model_tensors()))
     if kind == "eagle":
-        return Bench(target, eagle, heads.write(folder, heads.eagle_config(), heads.eagle_tensors(**changes)))
-    tensors = heads.eagle3_tensors(**{name: value for name, value in changes.items() if name != "config"})
-    return Bench(target, eagle3, heads.write(folder, heads.EAGLE3 | changes.get("config", {}), tensors))
+        return Bench(target, eagle, heads.write(folder, heads.eagle_config(), heads.eagle_tensors(**own)))
+    return Bench(target, eagle3, heads.write(folder, heads.EAGLE3 | changes.get("config", {}), heads.eagle3_tensors(**own)))
 
 
-def greedy(model: Any, ids: list[int], count: int) -> list[int]:
-    for _ in range(count):
-        with torch.no_grad():
-            ids = [*ids, int(model(torch.tensor([ids])).logits[0, -1].argmax())]
-    return ids
-
-
-def run(table: Bench, model: Any, known: list[int], start: int, queries: list[int]) -> list[int]:
-    """A step of `queries` from position `start` on, after which the row knows `known`."""
-    states = {name: value[start:] for name, value in hidden_states(model, [*known[:start], *queries]).items()}
-    return table.step(known, start, queries, states["last"], states, K)
+def run(table: Bench, papers: Papers, known: list[int], start: int, queries: list[int], count: int = K) -> list[int]:
+    """A step of `queries` from position `start` on, after which the row knows `known`: its drafts."""
+    states = {name: value[start:] for name, value in papers.hidden([*known[:start], *queries]).items()}
+    return table.step(known, start, queries, states["last"], states, count)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_proposals_are_the_papers(case: str, target: Path, transformers_model: Any, tmp_path: Path) -> None:
+def test_proposals_are_the_papers(case: str, papers: Papers, tmp_path: Path) -> None:
     """A prompt whole and in chunks; then steps of which some drafts were rejected, whose entries the next step writes again."""
     kind, changes = CASES[case]
-    ids = greedy(transformers_model, [1, 20, 21, 22, 23, 90, 91, 92, 30, 31], 8)
-    want = {n: wanted(kind, transformers_model, ids[:n], changes) for n in range(11, len(ids) + 1)}
+    ids = papers.greedy(PROMPT, 8)
+    proposed = {n: papers.propose(kind, ids[:n], K, **changes) for n in range(11, len(ids) + 1)}
+    assert min(lead for drafts in proposed.values() for _, lead in drafts) > 1e-4
+    want = {n: [token for token, _ in drafts] for n, drafts in proposed.items()}
     assert len({tuple(drafts) for drafts in want.values()}) > 3
-    whole = bench(kind, target, tmp_path / "a", changes)
-    assert run(whole, transformers_model, ids[:11], 0, ids[:10]) == want[11]
-    chunked = bench(kind, target, tmp_path / "b", changes)
+    whole = bench(kind, papers.target, tmp_path / "a", changes)
+    assert run(whole, papers, ids[:11], 0, ids[:10]) == want[11]
+    chunked = bench(kind, papers.target, tmp_path / "b", changes)
     for start, end in ((0, 4), (4, 5), (5, 9)):
-        chunked.step(ids[:11], start, ids[start:end], *split(transformers_model, ids[:11], start, ids[start:end]), 0)
-    assert run(chunked, transformers_model, ids[:11], 9, ids[9:10]) == want[11]
+        run(chunked, papers, ids[:11], start, ids[start:end], 0)
+    assert run(chunked, papers, ids[:11], 9, ids[9:10]) == want[11]
     for before, kept, wrong in ((11, 1, 2), (13, 0, 3), (14, 2, 0), (17, 0, 1)):
         queries = [*ids[before - 1 : before + kept], *[77, 78, 79][:wrong]]
-        assert run(chunked, transformers_model, ids[: before + kept + 1], before - 1, queries) == want[before + kept + 1]
+        assert run(chunked, papers, ids[: before + kept + 1], before - 1, queries) == want[before + kept + 1]
 
 
-def test_a_draft_model_drafts_what_it_would_say(target: Path, transformers_model: Any, tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    folder = heads.write(tmp_path / "small", heads.TARGET, heads.draft_model_tensors())
-    small = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    ids = greedy(transformers_model, [1, 20, 21, 22, 23, 90, 91, 92, 30, 31], 8)
-    want = {n: greedy(small, ids[:n], K)[n:] for n in range(11, len(ids) + 1)}
-    table = Bench(target, draft_model, folder)
-    for start, end in ((0, 4), (4, 9)):
-        table.step(ids[:11], start, ids[start:end], *split(transformers_model, ids[:11], start, ids[start:end]), 0)
-    assert run(table, transformers_model, ids[:11], 9, ids[9:10]) == want[11]
-    for before, kept, wrong in ((11, 1, 2), (13, 0, 3), (14, 2, 0), (17, 0, 1)):
-        queries = [*ids[before - 1 : before + kept], *[77, 78, 79][:wrong]]
-        assert run(table, transformers_model, ids[: before + kept + 1], before - 1, queries) == want[before + kept + 1]
-
-
-def test_medusa_heads_draft_all_at_once(target: Path, transformers_model: Any, tmp_path: Path) -> None:
+def test_medusa_heads_draft_all_at_once(papers: Papers, tmp_path: Path) -> None:
     """Three heads, though the configuration says two; the hidden state is that of the last token that counts."""
-    tensors = heads.medusa_tensors()
-    table = Bench(target, medusa, heads.write(tmp_path / "medusa", heads.MEDUSA, tensors))
+    table = Bench(papers.target, medusa, heads.write(tmp_path / "medusa", heads.MEDUSA, heads.medusa_tensors()))
     assert table.needs.max_tokens == 3
     known, queries = [1, 20, 21, 22, 23, 90], [22, 23, 77]  # 77 was rejected; 90 comes instead
-    states, _ = split(transformers_model, known, 3, queries)
-    hidden, want = states[1], []
-    for head in range(3):
-        block = hidden @ tensors[f"{head}.0.linear.weight"].T + tensors[f"{head}.0.linear.bias"]
-        want.append(int((tensors[f"{head}.1.weight"] @ (hidden + block * block.sigmoid())).argmax()))
-    assert table.step(known, 3, queries, *split(transformers_model, known, 3, queries), 3) == want
-    assert table.step(known, 3, queries, *split(transformers_model, known, 3, queries), 1) == want[:1]
-
-
-def split(model: Any, known: list[int], start: int, queries: list[int]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    states = {name: value[start:] for name, value in hidden_states(model, [*known[:start], *queries]).items()}
-    return states["last"], states
+    want = [token for token, _ in papers.propose("medusa", known, 3)]
+    assert run(table, papers, known, 3, queries, 3) == want
+    assert run(table, papers, known, 3, queries, 1) == want[:1]
