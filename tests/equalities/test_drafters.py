@@ -1,0 +1,56 @@
+"""Whatever drafts, depth, graphs, chunks, company, the prefix cache, preemption and aborts change no token; and what is drafted is at all
+times what the drafter's paper says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from modelrunner import SamplingParams
+from modelrunner.testing import EngineProbe, P, R, assert_same
+from tests.model_states.drafters.engines import KINDS, Watch, start, subject
+
+GREEDY = SamplingParams(temperature=0, max_tokens=18, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=0.7, top_p=0.9, seed=7, max_tokens=18, ignore_eos=True)
+REQUESTS = [(P(3 + 9 * k, k % 2) if k % 4 else R(3 + k), SAMPLED if k % 3 == 2 else GREEDY) for k in range(7)]
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "depth 1": {"depth": 1},
+    "depth 3": {"depth": 3},
+    "graphs": {"captures": True},
+    "chunked": {"chunked": True, "tokens": 21, "mixed_tokens": 13},
+    "alone": {"rows": 1},
+    "prefix cache": {"prefix": True},
+    "preempted": {"preempt": True},
+    "all": {"depth": 3, "captures": True, "chunked": True, "tokens": 33, "prefix": True, "preempt": True, "pages": 96},
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_changes_no_token(kind: str, change: str) -> None:
+    short = {"pages": 160, "rows": 7, "prefix": False, "chunked": False, "depth": 2} | CHANGES[change]
+    preempt = short.pop("preempt", False)
+    driver = start(kind, page_size=8, device="deferred_cpu", **short)
+    watch, probe = Watch.of(driver), EngineProbe(driver)
+    probe.poison_freed_pages()
+    for k, (prompt, params) in enumerate(REQUESTS):
+        driver.add(str(k), prompt, params)
+        driver.step()
+        if preempt and k in (3, 5):
+            probe.drain()
+            probe.preempt(next(name for name in driver.engine.requests if probe.row_of(name) >= 0))
+    driver.add("lost", P(40, 1), GREEDY)
+    for _ in range(3):
+        driver.step()
+    driver.engine.abort("lost")
+    driver.finish()
+    for k, (prompt, params) in enumerate(REQUESTS):
+        assert_same(subject(), prompt, params, driver.result(str(k)))
+    probe.assert_clean()
+    counters = probe.counters()
+    assert (counters.cached_tokens > 0) == short["prefix"] or preempt
+    assert (counters.preemptions > 0) == preempt
+    watch.check_inputs()
+    assert watch.check_proposals(kind) > 50
