@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import BaseModel
 
-from modelrunner.assemble import Chooser, open_checkpoint, settle
+from modelrunner.assemble import settle
 from modelrunner.chat import Message, chat_tokenizer, num_characters, one_conversation, with_text
 from modelrunner.choice_stream import ChoiceStream
+from modelrunner.choosing import Chooser, open_checkpoint
 from modelrunner.engine_link import EngineLink
 from modelrunner.errors import PluginError, PluginWarning, RequestError
 from modelrunner.messages import Sleep, UpdateWeights, WakeUp

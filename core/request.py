@@ -106,7 +106,9 @@ class Request:
     that taps gave. cache_world: what its cached pages depend on beside tokens, weights and salt. results: a byte record [bytes] uint8 of
     taps per output token. bad_word_ids: every tokenisation of `params.bad_words`. guide: of a request with structured output.
     logprobs: None if it asks for none. failure: what a function of `params.logits_processors` did wrong. choice: which of several answers
-    to its prompt. fork: names the requests that share this prompt, of which one computes it.
+    to its prompt. fork: names the requests that share this prompt, of which one computes it. draft_values: column values that the drafter
+    gave. num_draft: most drafts that a step checks for it. num_drafted, num_accepted: drafts checked and kept, known when its row is
+    released.
     """
 
     id: str
@@ -140,6 +142,10 @@ class Request:
     failure: str | None = None
     choice: int = 0
     fork: str | None = None
+    draft_values: dict[str, Any] = field(default_factory=dict)
+    num_draft: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
 
     @property
     def stop_ids(self) -> tuple[int, ...]:

@@ -250,6 +250,9 @@ class SpeculationSettings(Section):
     model: str = ""
     """Hub id or folder of the drafter's weights; empty for a drafter without, or one whose weights lie with the model's."""
 
+    off_above_rows: int | None = Field(default=None, ge=0, le=65536)
+    """Decoding requests above which nothing is proposed, because the device is busy enough; none always proposes."""
+
 
 class GraphSettings(Section):
     """Captured graphs and the batch shapes that they are padded to."""

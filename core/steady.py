@@ -67,7 +67,7 @@ class Steady:
         """
         if plan.rows is not self.rows or plan is self._first:
             return False
-        if not (records[:, : Record.LOGPROB] == self._expected).all():
+        if not (records[:, : Record.DRAFTED] == self._expected).all():
             return False
         self._tokens.append(records[:, Record.TOKENS])
         if len(self._tokens) == MOST_KEPT:
@@ -84,6 +84,7 @@ class Steady:
             table, rows = self._table, self.rows
             table.computed_upper[rows] += self._planned
             table.known_upper[rows] += self._planned
+            table.known_lower[rows] += self._planned
             table.last_ticket[rows] = self._step
             self._planned = 0
         if self._tokens:

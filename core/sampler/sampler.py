@@ -94,6 +94,11 @@ class Sampler:
         return found
 
     @property
+    def undrafted(self) -> Feature:
+        """H. Features that keep a row from drafting: what they do cannot be told for several tokens at once."""
+        return Feature(int(EDITED) & ~int(Feature.ALLOWED | Feature.BIASED)) | self.processed | Feature.LOGPROBS | Feature.ALL_LOGPROBS
+
+    @property
     def _logprobs(self) -> Logprobs | None:
         return next((stage for stage in self.stages if isinstance(stage, Logprobs)), None)
 
@@ -107,7 +112,8 @@ class Sampler:
 
         logits: [N, V] in the model's dtype, left as they are. A row's token depends on its own logits and columns only. note: told the
         logits that log-probs are made of, and the tokens, as (first row, logits [n, V], tokens [n] int64, batch of these rows).
-        Returns tokens [N, 1] int64, num_tokens [N] int32 (1 where the row samples and its logits allow it), ok [N] bool.
+        Returns tokens [N, 1] int64, num_tokens [N] int32 (1 where the row samples and its logits allow it), ok [N] bool. In a step with
+        drafts N counts lines (see `Batch`), and each row's 1 + k lines give one row of the results: tokens [N / (1 + k), 1 + k].
         """
         processed = note is not None and self._logprobs is not None and self._logprobs.processed
         if (batch.features & (EDITED | self.processed) or processed) and batch.num_rows > EDITED_ROWS:
@@ -116,7 +122,18 @@ class Sampler:
             tokens, counts, ok = (torch.cat(pieces) for pieces in zip(*parts, strict=True))
         else:
             tokens, counts, ok = self._sample(logits, batch, 0, note, processed)
-        return tokens.unsqueeze(1), counts, ok
+        return self._plain_verify(tokens, ok, batch) if batch.num_draft else (tokens.unsqueeze(1), counts, ok)
+
+    def _plain_verify(self, tokens: torch.Tensor, ok: torch.Tensor, batch: Batch) -> Result:
+        """Keep of each row's lines the first, and each next one whose draft is what the line before it chose."""
+        slots = 1 + batch.num_draft
+        row, columns = batch.rows.long(), batch.columns
+        place = (batch.computed + batch.query_len).clamp(max=columns["token_ids"].shape[1] - 1).long()
+        drafts = columns["token_ids"][row, place].view(-1, slots)[:, :-1]
+        chosen, good, live = tokens.view(-1, slots), ok.view(-1, slots), batch.samples.view(-1, slots)
+        kept = (chosen[:, :-1] == drafts) & live[:, 1:] & good[:, 1:]
+        count = 1 + kept.cummin(1).values.sum(1, dtype=torch.int32)
+        return chosen, torch.where(live[:, 0] & good[:, 0], count, 0), good[:, 0]
 
     def _sample(self, given: torch.Tensor, batch: Batch, start: int, note: Note | None, processed: bool) -> Result:
         logits = self._changed(given, batch)
@@ -173,5 +190,6 @@ class Sampler:
 
 def rows_of(batch: Batch, cut: slice) -> Batch:
     """The batch as a sampler stage sees it, of some of its rows."""
-    names = ("rows", "query_len", "computed", "seq_len", "num_accepted", "samples", "sample_index")
-    return replace(batch, num_rows=cut.stop - cut.start, **{name: getattr(batch, name)[cut] for name in names})
+    names = ["rows", "query_len", "computed", "seq_len", "num_accepted", "samples", "sample_index", "ahead"]
+    cuts = {name: value[cut] for name in names if (value := getattr(batch, name)) is not None}
+    return replace(batch, num_rows=cut.stop - cut.start, **cuts)

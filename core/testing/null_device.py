@@ -50,7 +50,7 @@ class NullDevice(CpuDevice):
         assert plan is not None, "whoever hides the device names the plan before each launch"
         words = record_words(plan.num_draft)
         records = target.array[: 4 * words * plan.num_rows].view(np.int32).reshape(plan.num_rows, words)
-        records[:] = (0, 0, 1, 0, -1, *[TOKEN] * (words - Record.TOKENS))
+        records[:] = (0, 0, 1, 0, 0, *[TOKEN] * (words - Record.TOKENS))
         records[:, Record.ROW], records[:, Record.GENERATION] = plan.rows, plan.generations
         self.nanoseconds += thread_time_ns() - start
         return Done()
