@@ -35,6 +35,8 @@ class Steady:
         self._planned = 0  # steps planned and not yet settled
         self._tokens: list[Int32Array] = []  # [N] of each step committed and not yet settled
         self._calendars = [calendar(each, self.rows, table.computed_upper[self.rows]) for each in table.tables]
+        if any(max(days) >= each.tokens_per_page for each, days in zip(table.tables, self._calendars, strict=True)):
+            self.left = 0  # drafts that were not kept left whole pages to spare: those are filled first
         self.all = np.ones(self.rows.size, np.bool_)
         zero = np.zeros_like(self.rows)
         self._expected = np.stack([self.rows, first.generations, zero + 1, zero + Finish.NONE], 1)
