@@ -68,7 +68,7 @@ class PrefixCache:
     """Looks sequences up in the pool's index and enters pages into it.
 
     shifted: what some group keeps of a token depends on the token after it too. Pages are equal then but for what they keep of their last
-    token, so a hit is followed by one token more that is known to be equal, and ends where the last but one found page does.
+    token, so a hit is followed by a token more that is known to be equal: it ends where the last but one found page does.
     """
 
     def __init__(self, layouts: Sequence[GroupLayout], pool: PagePool, shifted: bool = False) -> None:
@@ -85,7 +85,7 @@ class PrefixCache:
         """
         if not self._unit:
             return self.miss
-        lengths = np.arange(self._unit, tokens.size, self._unit, dtype=np.int64)
+        lengths = np.arange(self._unit, tokens.size + self._shifted, self._unit, dtype=np.int64)
         if not lengths.size:
             return self.miss
         served = np.ones(lengths.size, np.bool_)

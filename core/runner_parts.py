@@ -24,12 +24,14 @@ from modelrunner.tap_set import TapSet
 
 @dataclass(frozen=True)
 class Drafting:
-    """The drafter of an engine. most: K, the largest number of drafts of a row in a step. capture_problem: why `propose` is not captured
+    """The drafter of an engine. most: K, the largest number of drafts of a row in a step. tables: names of the groups whose
+    block tables its own groups use. capture_problem: why `propose` is not captured
     with the step; empty if it is."""
 
     drafter: Drafter
     needs: DrafterNeeds
     most: int
+    tables: tuple[str, ...] = ()
     capture_problem: str = ""
 
     @property
@@ -40,7 +42,7 @@ class Drafting:
     def policy(self, settings: RunnerSettings) -> DraftPolicy:
         """How many drafts steps have."""
         speculation, depth = settings.speculation, settings.scheduler.pipeline_depth
-        return DraftPolicy(self.most, depth=depth, off_above_rows=speculation.off_above_rows, groups=self.groups)
+        return DraftPolicy(self.most, depth=depth, off_above_rows=speculation.off_above_rows, groups=self.tables)
 
 
 @dataclass(frozen=True)

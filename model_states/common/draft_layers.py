@@ -46,10 +46,7 @@ def with_biases(config: DenseConfig, names: Collection[str]) -> DenseConfig:
 
 
 class RotaryTable(nn.Module):
-    """Rotary positions up to the drafter's own length; later ones get the last entry, so that nothing is read past the end.
-
-    `cos_sin`: [length, D] float32.
-    """
+    """Rotary positions up to the drafter's own length: `cos_sin` [length, D] float32."""
 
     cos_sin: torch.Tensor
 
@@ -59,9 +56,9 @@ class RotaryTable(nn.Module):
         self.register_buffer("cos_sin", cos_sin_table(*inverse_frequencies(config.rope, length), length, ctx.device))
 
     def forward(self, positions: torch.Tensor) -> torch.Tensor:
-        """positions: [T] int64. Returns [T, D]."""
+        """positions: [T] int64, below the length. Returns [T, D]."""
         out = self.cos_sin.new_empty((positions.shape[0], self.cos_sin.shape[1]))
-        self.ops.embedding(positions.clamp(max=self.cos_sin.shape[0] - 1), self.cos_sin, out)
+        self.ops.embedding(positions, self.cos_sin, out)
         return out
 
 

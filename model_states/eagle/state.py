@@ -28,7 +28,7 @@ class EagleDrafter(FeatureDrafter):
         layer = self.config.layer
         self.same_hidden_size(layer.hidden_size)
         self.same_vocabulary(layer.vocab_size)
-        return DrafterNeeds(cache_groups=draft_groups(layer), hidden=True, max_model_len=layer.rope.max_length)
+        return DrafterNeeds(cache_groups=draft_groups(layer), hidden=True, max_model_len=layer.rope.max_length, shifted=True)
 
     def build(self, build: DraftBuild) -> EagleModel:
         length = min(self.config.layer.rope.max_length, self.target.max_model_len)

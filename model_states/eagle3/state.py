@@ -42,6 +42,7 @@ class Eagle3Drafter(FeatureDrafter):
             cache_groups=draft_groups(config.layer),
             tap_points=tuple(dict.fromkeys(self.points)),
             max_model_len=config.layer.rope.max_length,
+            shifted=True,
         )
 
     def build(self, build: DraftBuild) -> Eagle3Model:

@@ -35,7 +35,7 @@ class MTPDrafter(FeatureDrafter):
         layer = self.config.layer
         self.same_hidden_size(layer.hidden_size)
         self.same_vocabulary(layer.vocab_size)
-        return DrafterNeeds(cache_groups=draft_groups(layer), hidden=True, max_model_len=layer.rope.max_length)
+        return DrafterNeeds(cache_groups=draft_groups(layer), hidden=True, max_model_len=layer.rope.max_length, shifted=True)
 
     def build(self, build: DraftBuild) -> MTPModel:
         length = min(self.config.layer.rope.max_length, self.target.max_model_len)

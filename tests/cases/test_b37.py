@@ -24,8 +24,10 @@ def test_beyond_its_context_a_drafter_is_silent(kind: str, device: str, tmp_path
     }[kind]
     folder = heads.write(tmp_path / "short", {**config, "max_position_embeddings": LIMIT}, tensors)
     driver = start(kind, folder, device=device, rows=6, pages=256)
-    module = driver.engine.assembly.drafter.module
-    assert {buffer.shape[0] for name, buffer in module.named_buffers() if name.endswith("cos_sin")} == {LIMIT}
+    drafter = driver.engine.runner.parts.drafter
+    assert drafter is not None
+    assert drafter.module is not None
+    assert {buffer.shape[0] for name, buffer in drafter.module.named_buffers() if name.endswith("cos_sin")} == {LIMIT}
     watch, probe = Watch.of(driver), EngineProbe(driver)
     params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
     prompts = {str(length): P(length - TOKENS, length) for length in LENGTHS}

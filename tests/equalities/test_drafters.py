@@ -46,6 +46,9 @@ def test_changes_no_token(kind: str, change: str) -> None:
         driver.step()
     driver.engine.abort("lost")
     driver.finish()
+    driver.add("again", *REQUESTS[5])
+    driver.finish()
+    assert_same(subject(), *REQUESTS[5], driver.result("again"))
     for k, (prompt, params) in enumerate(REQUESTS):
         assert_same(subject(), prompt, params, driver.result(str(k)))
     probe.assert_clean()

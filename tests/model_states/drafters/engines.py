@@ -72,8 +72,8 @@ def start(kind: str, folder: str | Path | None = None, *, k: int = 3, more: Mapp
 class Watch:
     """Everything that an engine's drafter was given and proposed, by the tokens that a row knew then.
 
-    proposals: known tokens -> drafts, of rows that want some. inputs: (known tokens, first position of the step, pairs of a position and the
-    id that follows it) for each row of each step.
+    proposals: known tokens -> drafts, of rows that want some. inputs: (known tokens, first position of the step, pairs of a position and
+    the id that follows it) for each row of each step.
     """
 
     proposals: dict[tuple[int, ...], list[tuple[int, ...]]] = field(default_factory=dict)
@@ -81,7 +81,8 @@ class Watch:
 
     @classmethod
     def of(cls, driver: Driver) -> Watch:
-        watch, drafter = cls(), driver.engine.assembly.drafter
+        watch, drafter = cls(), driver.engine.runner.parts.drafter
+        assert drafter is not None
         propose = drafter.propose
 
         def watched(step: DraftStep, out: torch.Tensor, probabilities: torch.Tensor | None) -> None:
@@ -101,8 +102,9 @@ class Watch:
             places = range(first, int(step.last_place[i]) + 1)
             pairs = [(int(step.positions[place]), int(step.next_ids[place])) for place in places]
             self.inputs.append((known, int(batch.computed[i]), pairs))
-            if step.wants[i]:
-                self.proposals.setdefault(known, []).append(tuple(out[i].tolist()))
+            useful = int(step.columns["limit"][row]) - 1 - len(known)  # the others are for places that the row does not reach
+            if step.wants[i] and useful > 0:
+                self.proposals.setdefault(known, []).append(tuple(out[i, :useful].tolist()))
 
     def check_inputs(self) -> None:
         """Each position is paired with the known token that follows it, wherever chunks end."""
