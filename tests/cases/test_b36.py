@@ -19,7 +19,7 @@ def run(
     kind: str, device: str, *, preempt: bool = False, before: list[int] | None = None, prompt: list[int] = PROMPT, **short: Any
 ) -> Watch:
     """Run the prompt, perhaps after another one; returns what the drafter saw and said of it."""
-    driver = start(kind, device=device, page_size=16, **short)
+    driver = start(kind, device=device, page_size=16, more={"graphs": {"eager": True}}, **short)
     probe = EngineProbe(driver)
     probe.poison_freed_pages()
     if before is not None:

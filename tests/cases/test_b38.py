@@ -58,7 +58,7 @@ def test_ids_that_mean_something_else_are_refused_at_start(tmp_path: Path) -> No
 
 
 def test_a_vocabulary_of_its_own_with_a_map_is_legal(device: str) -> None:
-    driver = start("eagle3", device=device)
+    driver = start("eagle3", device=device, more={"graphs": {"eager": True}})
     watch, params = Watch.of(driver), SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     prompts = [P(20, s) for s in range(3)]
     for s, prompt in enumerate(prompts):
