@@ -74,6 +74,10 @@ class CheckpointReader(ABC):
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (checkpoint name, CPU tensor), one at a time. Raises CheckpointError for a missing or truncated file."""
 
+    def names(self) -> Iterator[str]:
+        """The names of all tensors; a reader that need not read tensors for them does better than this one. Raises as `tensors` does."""
+        yield from (name for name, _ in self.tensors())
+
 
 def read_json(path: Path, purpose: str) -> dict[str, Any]:
     """Read a JSON object. Raises CheckpointError that names the file and says what it is needed for."""
@@ -150,7 +154,7 @@ class SafetensorsReader(CheckpointReader):
                 yield name, file.get_tensor(name)
 
     def names(self) -> Iterator[str]:
-        """The names of all tensors, of which none is read; torch is not imported. Raises CheckpointError as `tensors` does."""
+        """Reads no tensor and does not import torch."""
         for _, names in self._opened("numpy"):
             yield from names
 
@@ -208,6 +212,9 @@ class GGUFReader(CheckpointReader):
 
         for info in self.file.tensors:
             yield info.name, torch.from_numpy(dequantize(self.file, info))
+
+    def names(self) -> Iterator[str]:
+        yield from (info.name for info in self.file.tensors)
 
 
 class DummyReader(CheckpointReader):

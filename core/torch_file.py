@@ -20,7 +20,10 @@ def torch_files(folder: Path) -> list[Path]:
 
 
 class TorchReader(CheckpointReader):
-    """A folder with config.json and such files; a file in it stands for its folder. Only tensors are read, never code."""
+    """A folder with config.json and such files; a file in it stands for its folder.
+
+    Only tensors are read, never code. Files are mapped into memory, so that names cost little.
+    """
 
     @property
     def folder(self) -> Path:
@@ -35,10 +38,6 @@ class TorchReader(CheckpointReader):
             raise CheckpointError(f"{self.folder} has neither pytorch_model*.bin nor a .pt file")
         for file in files:
             yield from self._opened(file).items()
-
-    def names(self) -> Iterator[str]:
-        """The names of all tensors, of which none is read where the file can be mapped. Raises CheckpointError as `tensors` does."""
-        yield from (name for name, _ in self.tensors())
 
     def _opened(self, file: Path) -> dict[str, torch.Tensor]:
         """The tensors of a file, mapped into memory unless it is of torch's older kind."""

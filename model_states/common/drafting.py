@@ -15,7 +15,7 @@ import torch
 
 from modelrunner.attention import BoundAttention
 from modelrunner.batch import Batch
-from modelrunner.checkpoint import ModelCard, SafetensorsReader
+from modelrunner.checkpoint import CheckpointReader, GGUFReader, ModelCard, SafetensorsReader
 from modelrunner.model_state import ModelState
 from modelrunner.model_states.common.layers import Embedding
 from modelrunner.speculation import DraftBuild, Drafter, DraftStep
@@ -36,10 +36,9 @@ def tensor_names(card: ModelCard) -> frozenset[str]:
 
     Published heads differ in what they bring along, and only the names tell. Raises CheckpointError for a file that is missing or damaged.
     """
-    reader = {"safetensors": SafetensorsReader, "torch": TorchReader}.get(card.format)
-    if reader is not None:
-        return frozenset(reader(card.path, card.name).names())
-    return frozenset(card.metadata.get("gguf.tensor_names", ()))
+    readers: dict[str, type[CheckpointReader]] = {"safetensors": SafetensorsReader, "torch": TorchReader, "gguf": GGUFReader}
+    reader = readers.get(card.format)
+    return frozenset() if reader is None else frozenset(reader(card.path, card.name).names())
 
 
 class FeatureDrafter(Drafter):

@@ -39,4 +39,5 @@ class MTPModel(nn.Module):
         """embeddings: [T, H], of the token that follows each position. features: [T, H], the target's normed hidden state or what this
         returned. positions: [T] int64. Returns [T, H], normed."""
         hidden = self.projection(torch.cat((self.hidden_norm(features), self.token_norm(embeddings)), -1))
-        return self.norm(self.layer(hidden, self.rotary(positions), attention))
+        out: torch.Tensor = self.norm(self.layer(hidden, self.rotary(positions), attention))
+        return out
