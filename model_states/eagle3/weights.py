@@ -20,7 +20,7 @@ def eagle3_weight_map(config: Eagle3Config) -> WeightMap:
     names: Targets = {
         "fc.weight": (Target("fc", shard_dim=0),),
         "norm.weight": (Target("norm.weight", kind="parameter"),),
-        **one_layer(layer_targets(0, NORMS, biased=biased_linears(layer), source=config.source)),
+        **layer_targets(0, NORMS, biased=biased_linears(layer), source=config.source, target="layer"),
     }
     if config.fc_bias:
         names["fc.bias"] = (Target("fc", kind="bias", shard_dim=0),)
@@ -31,14 +31,6 @@ def eagle3_weight_map(config: Eagle3Config) -> WeightMap:
     if config.mapped:
         names["d2t"] = (Target("d2t", kind="parameter", transform=partial(checked_offsets, vocab_size=layer.vocab_size)),)
     return WeightMap(names, ignored=("t2d", f"{config.source}.self_attn.rotary_emb.inv_freq"))
-
-
-def one_layer(targets: Targets) -> Targets:
-    """`targets` of layer 0 for a module that has one layer, `layer`."""
-    return {
-        name: tuple(Target(t.path.replace("layers.0", "layer", 1), t.part, t.kind, t.transform, t.shard_dim) for t in found)
-        for name, found in targets.items()
-    }
 
 
 def checked_offsets(offsets: torch.Tensor, vocab_size: int) -> torch.Tensor:

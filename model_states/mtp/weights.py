@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from modelrunner.model_states.common.decoder_weights import HEAD_NORMS, Targets, layer_targets
 from modelrunner.model_states.dense.weights import NORMS, biased_linears
-from modelrunner.model_states.eagle3.weights import one_layer
 from modelrunner.model_states.mtp.config import SOURCE, MTPConfig
 from modelrunner.weights import Target, WeightMap
 
@@ -17,6 +16,6 @@ def mtp_weight_map(config: MTPConfig) -> WeightMap:
     names: Targets = {
         f"{SOURCE}.input_proj.weight": (Target("projection", shard_dim=0),),
         **{f"{SOURCE}.{name}.weight": (Target(f"{norm}.weight", kind="parameter"),) for name, norm in OUTER_NORMS.items()},
-        **one_layer(layer_targets(0, norms, biased=biased_linears(config.layer), source=SOURCE)),
+        **layer_targets(0, norms, biased=biased_linears(config.layer), source=SOURCE, target="layer"),
     }
     return WeightMap(names, ignored=config.others)

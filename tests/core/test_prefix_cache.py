@@ -95,3 +95,16 @@ def test_a_window_needs_only_its_last_pages(lost: tuple[int, ...], hit: int) -> 
 def test_a_model_without_a_cache_has_no_hits() -> None:
     cache = PrefixCache([], PagePool(2))
     assert cache.hit(PageKeys(b"root"), TOKENS) is cache.miss
+
+
+@pytest.mark.parametrize(
+    ("same", "length"), [(24, 20), (23, 16), (21, 16), (20, 16), (19, 12), (5, 0), (4, 0)], ids=lambda value: str(value)
+)
+def test_of_a_shifted_cache_the_last_page_is_a_witness(same: int, length: int) -> None:
+    """A page's last entry was made from the token behind it, which must be known to be the same: it lies in the next page that is found."""
+    _, pool, _ = filled((FULL, 4))
+    tokens = TOKENS.copy()
+    tokens[same:] += 100
+    hit = PrefixCache([GroupLayout(FULL, 4)], pool, shifted=True).hit(PageKeys(b"root"), tokens)
+    assert hit.length == length
+    assert (TOKENS[: hit.length + 1] == tokens[: hit.length + 1]).all() or not hit.length
