@@ -9,7 +9,7 @@ import pytest
 
 from modelrunner import SamplingParams
 from modelrunner.testing import EngineProbe, P, R, assert_same
-from tests.model_states.drafters.engines import KINDS, Watch, start, subject
+from tests.model_states.drafters.engines import KINDS, Watch, head, start, subject
 
 GREEDY = SamplingParams(temperature=0, max_tokens=18, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=0.7, top_p=0.9, seed=7, max_tokens=18, ignore_eos=True)
@@ -30,9 +30,19 @@ CHANGES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_changes_no_token(kind: str, change: str) -> None:
+    run(kind, change)
+
+
+@pytest.mark.parametrize("change", ["chunked", "prefix cache", "preempted", "all"])
+@pytest.mark.parametrize("kind", ["eagle3", "mtp", "eagle"])
+def test_nor_with_a_head_that_is_wrong_and_hears_everything(kind: str, change: str) -> None:
+    run(kind, change, loud=True)
+
+
+def run(kind: str, change: str, loud: bool = False) -> None:
     short = {"pages": 160, "rows": 7, "prefix": False, "chunked": False, "depth": 2} | CHANGES[change]
     preempt = short.pop("preempt", False)
-    driver = start(kind, page_size=8, device="deferred_cpu", **short)
+    driver = start(kind, head(kind, loud), page_size=8, device="deferred_cpu", **short)
     watch, probe = Watch.of(driver), EngineProbe(driver)
     probe.poison_freed_pages()
     for k, (prompt, params) in enumerate(REQUESTS):
@@ -56,4 +66,4 @@ def test_changes_no_token(kind: str, change: str) -> None:
     assert (counters.cached_tokens > 0) == short["prefix"] or preempt
     assert (counters.preemptions > 0) == preempt
     watch.check_inputs()
-    assert watch.check_proposals(kind) > 50
+    assert watch.check_proposals(kind, loud) > 50

@@ -46,17 +46,18 @@ def papers() -> Papers:
 
 
 @cache
-def head(kind: str) -> str:
+def head(kind: str, loud: bool = False) -> str:
     """The folder of the drafter's weights; empty where they lie with the target's."""
-    if kind == "mtp":
+    if kind == "mtp" and not loud:
         return ""
     config, tensors = {
         "draft_model": lambda: (heads.TARGET, heads.draft_model_tensors()),
-        "eagle": lambda: (heads.eagle_config(), heads.eagle_tensors()),
-        "eagle3": lambda: (heads.EAGLE3, heads.eagle3_tensors()),
+        "eagle": lambda: (heads.eagle_config(), heads.eagle_tensors(loud=loud)),
+        "eagle3": lambda: (heads.EAGLE3, heads.eagle3_tensors(loud=loud)),
+        "mtp": lambda: (heads.TARGET, heads.mtp_tensors(loud=loud)),
         "medusa": lambda: (heads.MEDUSA, heads.medusa_tensors()),
     }[kind]()
-    return str(heads.write(root() / kind, config, tensors))
+    return str(heads.write(root() / f"{kind}{'-loud' * loud}", config, tensors))
 
 
 def start(kind: str, folder: str | Path | None = None, *, k: int = 3, more: Mapping[str, Any] | None = None, **short: Any) -> Driver:
@@ -111,6 +112,6 @@ class Watch:
         for known, computed, pairs in self.inputs:
             assert pairs == [(computed + i, known[computed + i + 1]) for i in range(len(pairs))]
 
-    def check_proposals(self, kind: str) -> int:
+    def check_proposals(self, kind: str, loud: bool = False) -> int:
         """All proposals are the oracle's, up to near-ties; returns how many drafts were compared."""
-        return sum(papers().check(kind, known, drafts) for known, found in self.proposals.items() for drafts in found)
+        return sum(papers().check(kind, known, drafts, loud) for known, found in self.proposals.items() for drafts in found)

@@ -1,7 +1,7 @@
 """Tiny checkpoints of a target and of every kind of drafter, in the published names.
 
 The target's layers say little, so that its next token hangs mostly on the last one, and the heads are made to know that much: they are
-right often, and wrong often.
+right often, and wrong often. Loud heads hear all earlier tokens, and are wrong nearly always: any wrong entry of their caches shows.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from modelrunner.testing.tiny import DENSE, dense_weights
 Tensors = dict[str, torch.Tensor]
 
 LAYERS = 3
+QUIET, LOUD = 0.1, 4.0
 TARGET = DENSE | {"num_hidden_layers": LAYERS}
 HIDDEN, VOCAB = DENSE["hidden_size"], DENSE["vocab_size"]
 FUSED = [0, 1, 2]
@@ -41,7 +42,7 @@ def target_tensors(seed: int = 1) -> Tensors:
     return quiet(dense_weights(TARGET, seed), 0.3)
 
 
-def layer_tensors(config: Mapping[str, Any], name: str, seed: int, share: float = 0.1) -> Tensors:
+def layer_tensors(config: Mapping[str, Any], name: str, seed: int, share: float = QUIET) -> Tensors:
     """A random decoder layer under `name`."""
     tensors = quiet(dense_weights({**config, "num_hidden_layers": 1}, seed), share)
     return {key.replace("model.layers.0", name): tensor for key, tensor in tensors.items() if key.startswith("model.layers.0.")}
@@ -55,10 +56,10 @@ def eagle_config(**changes: Any) -> dict[str, Any]:
     return {**DENSE, "num_hidden_layers": 1} | changes
 
 
-def eagle_tensors(seed: int = 11, *, own_embedding: bool = True, bias: bool = False) -> Tensors:
+def eagle_tensors(seed: int = 11, *, own_embedding: bool = True, bias: bool = False, loud: bool = False) -> Tensors:
     """As published: no norm before the first layer's attention, no final norm, no head."""
     tensors = {"fc.weight": torch.cat((torch.eye(HIDDEN), noise(seed, HIDDEN, HIDDEN) * 0.02), 1)}
-    tensors |= layer_tensors(eagle_config(), "layers.0", seed)
+    tensors |= layer_tensors(eagle_config(), "layers.0", seed, LOUD if loud else QUIET)
     del tensors["layers.0.input_layernorm.weight"]
     if own_embedding:
         tensors["embed_tokens.weight"] = target_tensors()["model.embed_tokens.weight"]
@@ -81,16 +82,19 @@ def draft_ids() -> torch.Tensor:
     return torch.randperm(VOCAB, generator=torch.Generator().manual_seed(3))[:DRAFT_VOCAB].sort().values
 
 
-def eagle3_tensors(seed: int = 21, *, own_embedding: bool = False, full: bool = False, layer: str = "midlayer") -> Tensors:
-    """Attention looks at its own place (queries equal keys) and takes over the embedding there. full: without a vocabulary of its own."""
-    target, zeros = target_tensors(), torch.zeros(HIDDEN, HIDDEN)
-    query = torch.cat((noise(seed, HIDDEN, HIDDEN) / 2, zeros), 1)
+def eagle3_tensors(
+    seed: int = 21, *, own_embedding: bool = False, full: bool = False, layer: str = "midlayer", loud: bool = False
+) -> Tensors:
+    """Attention looks at its own place (queries equal keys), or everywhere, and takes over the embedding there. full: without a vocabulary
+    of its own."""
+    target = target_tensors()
+    query = torch.cat((noise(seed, HIDDEN, HIDDEN) / (16 if loud else 2), torch.zeros(HIDDEN, HIDDEN)), 1)
     block = layer_tensors(EAGLE3, layer, seed + 1)
     block |= {
         f"{layer}.self_attn.q_proj.weight": query,
         f"{layer}.self_attn.k_proj.weight": query.clone(),
         f"{layer}.self_attn.v_proj.weight": torch.cat((torch.eye(HIDDEN), noise(seed + 2, HIDDEN, HIDDEN) * 0.02), 1),
-        f"{layer}.self_attn.o_proj.weight": torch.eye(HIDDEN) * 2,
+        f"{layer}.self_attn.o_proj.weight": torch.eye(HIDDEN) * (LOUD if loud else 2),
         f"{layer}.hidden_norm.weight": 1 + 0.1 * noise(seed + 3, HIDDEN),
     }
     ids = torch.arange(VOCAB) if full else draft_ids()
@@ -108,13 +112,13 @@ def eagle3_tensors(seed: int = 21, *, own_embedding: bool = False, full: bool = 
     return tensors
 
 
-def mtp_tensors(seed: int = 31) -> Tensors:
+def mtp_tensors(seed: int = 31, *, loud: bool = False) -> Tensors:
     name = "model.mtp_layers.0"
     norms = ("token_layernorm", "hidden_layernorm", "final_layernorm")
     return {
         f"{name}.input_proj.weight": torch.cat((noise(seed, HIDDEN, HIDDEN) * 0.02, torch.eye(HIDDEN)), 1),
         **{f"{name}.{norm}.weight": 1 + 0.1 * noise(seed + i, HIDDEN) for i, norm in enumerate(norms)},
-        **layer_tensors(TARGET, name, seed + 7),
+        **layer_tensors(TARGET, name, seed + 7, LOUD if loud else QUIET),
     }
 
 

@@ -19,7 +19,7 @@ class Papers:
 
     def __init__(self, target: Path) -> None:
         self.target = target
-        self.drafts_of: dict[tuple[str, tuple[int, ...], int], list[tuple[int, float]]] = {}
+        self.drafts_of: dict[tuple[str, bool, tuple[int, ...], int], list[tuple[int, float]]] = {}
 
     @cached_property
     def model(self) -> Any:
@@ -59,7 +59,7 @@ class Papers:
         if kind == "medusa":
             return medusa(states["last"][-1], count)
         if kind == "mtp":
-            made = oracle.mtp_head(heads.mtp_tensors(), heads.TARGET)
+            made = oracle.mtp_head(heads.mtp_tensors(**changes), heads.TARGET)
             return oracle.propose(made, lambda x: head @ x, embedding, known, states["last"], count)
         own = {name: value for name, value in changes.items() if name != "config"}
         if kind == "eagle":
@@ -76,11 +76,11 @@ class Papers:
 
         return oracle.propose(oracle.eagle3_head(tensors, config, own.get("layer", "midlayer")), logits, embedding, known, fused, count)
 
-    def check(self, kind: str, known: Sequence[int], drafts: Sequence[int]) -> int:
+    def check(self, kind: str, known: Sequence[int], drafts: Sequence[int], loud: bool = False) -> int:
         """Compare proposals with the oracle's, up to the first near-tie; returns how many were compared."""
-        key = (kind, tuple(known), len(drafts))
+        key = (kind, loud, tuple(known), len(drafts))
         if key not in self.drafts_of:
-            self.drafts_of[key] = self.propose(kind, known, len(drafts))
+            self.drafts_of[key] = self.propose(kind, known, len(drafts), **({"loud": True} if loud else {}))
         for place, (got, (want, lead)) in enumerate(zip(drafts, self.drafts_of[key], strict=True)):
             if got != want:
                 assert lead < NEAR_TIE, f"{kind} proposes {list(drafts)} after {list(known)}; by the paper it is {self.drafts_of[key]}"
