@@ -81,15 +81,15 @@ class HookSpecs:
         """Bid to run the model that `card` describes."""
 
     @hookspec
-    def linear_scheme(self, card: ModelCard, device: Device, settings: RunnerSettings) -> Offer[type[LinearScheme]] | Decline | None:
-        """Bid to store and apply the weights of linear layers."""
-
-    @hookspec
     def drafter(self, card: ModelCard | None, target: TargetModel, settings: RunnerSettings) -> Offer[type[Drafter]] | Decline | None:
         """Bid to propose tokens for speculative decoding. Asked only if `speculation.drafter` is set; card: of `speculation.model`, or
         None.
 
         New in 1.6."""
+
+    @hookspec
+    def linear_scheme(self, card: ModelCard, device: Device, settings: RunnerSettings) -> Offer[type[LinearScheme]] | Decline | None:
+        """Bid to store and apply the weights of linear layers."""
 
     @hookspec
     def taps(self, model_info: ModelInfo) -> Tap | Sequence[Tap] | None:

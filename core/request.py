@@ -58,6 +58,7 @@ class CompletionOutput:
     extra: what the request's `extra_args` ask for: name -> array [len(token_ids), ...], an entry per token of `token_ids`.
     logprobs: for each token of `token_ids`, token id -> `Logprob` of that token and the likeliest ones; None if none are asked for, as
     `cumulative_logprob`: the sum of the log-probs of all output tokens up to the last of `token_ids`.
+    num_drafted, num_accepted: drafts of speculative decoding that were checked, and those that became output; known at the end.
     """
 
     index: int
@@ -68,6 +69,8 @@ class CompletionOutput:
     extra: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict, compare=False)
     logprobs: Sequence[Mapping[int, Logprob]] | None = None
     cumulative_logprob: float | None = None
+    num_drafted: int = 0
+    num_accepted: int = 0
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import torch
 
 from modelrunner.testing.conformance.logits_cases import LOGITS_CASES
 from modelrunner.testing.conformance.logprobs_cases import LOGPROBS_CASES
+from modelrunner.testing.conformance.speculation_cases import SPECULATION_CASES
 from modelrunner.testing.conformance.step_cases import DIM, STEP_CASES, VOCAB
 
 Case = Callable[..., Any]
@@ -206,5 +207,6 @@ CASES: dict[str, tuple[Case, Sequence[tuple[Any, ...]]]] = {
     "gumbel_noise": (gumbel_noise, ((1, 1), (7, 331))),
     **LOGITS_CASES,
     **LOGPROBS_CASES,
+    **SPECULATION_CASES,
     **STEP_CASES,
 }
