@@ -7,17 +7,19 @@ from collections.abc import Sequence
 from modelrunner.text import Tokenizer
 
 
-def pieces(tokenizer: Tokenizer, count: int) -> Sequence[object]:
-    """What each of the first `count` ids stands for: its bytes where the tokenizer says so, else its text."""
-    spell = getattr(tokenizer, "token_bytes", None)
-    known: Sequence[object] = spell() if spell is not None else ()
-    return [*known[:count], *(tokenizer.decode([token], skip_special_tokens=False) for token in range(min(len(known), count), count))]
+def pieces(tokenizer: Tokenizer, count: int, spelled: bool) -> Sequence[object]:
+    """What each of the first `count` ids stands for: its bytes, or its text. spelled: whether the tokenizer says the bytes."""
+    if spelled:
+        known: Sequence[object] = getattr(tokenizer, "token_bytes")()  # noqa: B009 (not in the protocol: see `Tokenizer`)
+        return [*known[:count], *[b""] * (count - len(known))]
+    return [tokenizer.decode([token], skip_special_tokens=False) for token in range(count)]
 
 
 def require_same_ids(target: Tokenizer, drafter: Tokenizer, target_name: str, drafter_name: str) -> None:
     """Raise ValueError, with the first id that differs, unless the tokenizers agree on the ids that both have."""
     both = min(target.vocab_size, drafter.vocab_size)
-    of_target, of_drafter = pieces(target, both), pieces(drafter, both)
+    spelled = all(hasattr(tokenizer, "token_bytes") for tokenizer in (target, drafter))
+    of_target, of_drafter = pieces(target, both, spelled), pieces(drafter, both, spelled)
     differ = next((token for token in range(both) if of_target[token] != of_drafter[token]), None)
     if differ is not None:
         raise ValueError(

@@ -1,8 +1,7 @@
-r"""Distil a one-layer EAGLE-3 head for a dense model from what the model itself writes (Li et al. 2025, arXiv:2503.01840).
+"""Distil a one-layer EAGLE-3 head for a dense model from what the model itself writes (Li et al. 2025, arXiv:2503.01840).
 
-    python distil_eagle3.py HuggingFaceTB/SmolLM2-135M-Instruct smollm2-eagle3
-    modelrunner generate --model HuggingFaceTB/SmolLM2-135M-Instruct --chat --prompt "Tell me of the sea." \
-        --speculation.drafter eagle3 --speculation.model smollm2-eagle3
+    python distil_eagle3.py smollm2-eagle3            # for the small model of `make demo`; --model NAME for another
+    modelrunner generate --chat --prompt "Tell me of the sea." --speculation.drafter eagle3 --speculation.model smollm2-eagle3
 
 Three parts: the model continues prompts; transformers runs over the texts once and keeps what the head reads and what it should say; the
 head learns to say it, also from features that are its own, as it must when it drafts.
@@ -146,6 +145,18 @@ def texts(model: str, num_tokens: int, settings: dict[str, Any]) -> Iterator[lis
         seed += len(prompts)
 
 
+def load_target(model: str) -> Any:
+    """The model in transformers: a hub id, a folder or a .gguf file; the small one of `make demo` for an empty name."""
+    from transformers import AutoModelForCausalLM
+
+    from modelrunner.plugins.demo_model import demo_file
+
+    file = Path(model) if model else demo_file()
+    if file is not None and file.suffix == ".gguf":
+        return AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+
+
 def read(target: Any, ids: Sequence[int], layers: Sequence[int]) -> Sample:
     """Run the transformers model `target` over one text. layers: i is what enters layer i."""
     with torch.no_grad():
@@ -238,21 +249,18 @@ def save(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor])
 
 
 def main() -> None:
-    from transformers import AutoModelForCausalLM
-
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", help="hub id or folder of a Llama-like chat model")
     parser.add_argument("out", type=Path, help="folder to write the head to")
+    parser.add_argument("--model", default="", help="hub id, folder or .gguf file of a chat model; the small one of `make demo` by default")
     parser.add_argument("--tokens", type=int, default=60_000, help="tokens of text to learn from")
     parser.add_argument("--vocab", type=int, default=8192, help="ids that the head can draft")
-    parser.add_argument("--epochs", type=int, default=6)
+    parser.add_argument("--epochs", type=int, default=6, help="passes over the texts")
     parser.add_argument("--rows", type=int, default=32, help="texts that the model writes at once")
     chosen = parser.parse_args()
     begun = time.monotonic()
-    sequences = list(texts(chosen.model, chosen.tokens, {"scheduler": {"max_rows": chosen.rows}}))
+    sequences = list(texts(chosen.model, chosen.tokens, {"scheduler": {"max_rows": chosen.rows}, "max_model_len": 1024}))
     print(f"{len(sequences)} texts of {sum(map(len, sequences))} tokens after {time.monotonic() - begun:.0f} s")
-    target = AutoModelForCausalLM.from_pretrained(chosen.model, dtype=torch.float32).eval()
-    config, tensors, losses = distil(target, sequences, draft_vocab=chosen.vocab, epochs=chosen.epochs)
+    config, tensors, losses = distil(load_target(chosen.model), sequences, draft_vocab=chosen.vocab, epochs=chosen.epochs)
     save(chosen.out, config, tensors)
     print(f"loss by epoch: {', '.join(f'{loss:.3f}' for loss in losses)}; {chosen.out} written after {time.monotonic() - begun:.0f} s")
 

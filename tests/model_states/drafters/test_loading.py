@@ -142,3 +142,14 @@ def test_ids_that_mean_something_else() -> None:
     )
     with pytest.raises(ValueError, match=message):
         require_same_ids(ByteTokenizer(), Swapped(), "a", "b")
+
+
+def test_ids_are_compared_as_text_where_a_tokenizer_says_no_bytes() -> None:
+    class Textual:
+        vocab_size = 331
+
+        def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+            return ByteTokenizer().decode([{10: 11, 11: 10}.get(token, token) for token in ids], skip_special_tokens)
+
+    with pytest.raises(ValueError, match=r"id 10 is '\\x07' in the target's tokenizer and '\\x08' in the drafter's"):
+        require_same_ids(ByteTokenizer(), Textual(), "a", "b")  # type: ignore[arg-type]
