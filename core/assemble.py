@@ -105,7 +105,9 @@ def assemble(arguments: Mapping[str, Any], plugins: Sequence[object] = ()) -> As
     if setup is not None:
         needs = setup.join(needs)
         scales.by_group.update(CacheScales(setup.needs.cache_groups, cache_dtype, device.torch_device).by_group)
-    sampler = Sampler(ops, default_stages(collect_processors(manager, info), Functions()))
+    own = settings.speculation
+    typical = (own.typical_threshold, own.typical_factor) if own.acceptance == "typical" else None
+    sampler = Sampler(ops, default_stages(collect_processors(manager, info), Functions()), typical)
     page_bytes, layouts = pages_of(needs, settings, dtype, {} if setup is None else setup.riders(needs))
     attending = {group.name: attention_backend(choose, group, device, scales) for layout in layouts for group in layout.groups}
     guides = make_guides(choose, card, tokenizer, needs.vocab_size)

@@ -173,8 +173,9 @@ class Ticket:
 class LogprobRecords:
     """Log-probs of a collected step, owned by the receiver; see `step_logprobs` for what is in them.
 
-    rows: [N, words] int32, row i for plan.rows[i]; no line without a row that asks. positions: [P, words] int32, of the tokens of `spans`:
-    (row's place, first token's place, token after the last, whether all of the vocabulary). row_lines, position_lines: [V] log-probs of
+    rows: [N * (1 + num_draft), words] int32, those of a row of the plan one after the other; no line without a row that asks. positions:
+    [P, words] int32, of the tokens of `spans`: (row's place, first token's place, token after the last, whether all of the vocabulary).
+    row_lines, position_lines: [V] log-probs of
     those that want all of the vocabulary, by their number.
     """
 

@@ -63,14 +63,16 @@ class DraftPart:
         self.hidden = states() if needs.hidden else None
         self.taps = {point: states() for point in needs.tap_points}
         self.passes = PassBuffers(
-            torch.arange(rows + 1, dtype=torch.int32, device=device),
-            torch.arange(rows, device=device),
-            *(made(rows, torch.int32) for _ in range(3)),
-            made(rows, torch.int64),
-            made(rows, torch.bool),
-            made(rows, torch.int64),
-            {layout.name: made(rows, torch.int64) for layout in self.layouts},
-            {layout.name: made(rows * layout.pages_for(max_model_len), torch.int32) for layout in self.layouts},
+            query_start=torch.arange(rows + 1, dtype=torch.int32, device=device),
+            token_row=torch.arange(rows, device=device),
+            query_len=made(rows, torch.int32),
+            computed=made(rows, torch.int32),
+            seq_len=made(rows, torch.int32),
+            positions=made(rows, torch.int64),
+            valid=made(rows, torch.bool),
+            input_ids=made(rows, torch.int64),
+            slots={layout.name: made(rows, torch.int64) for layout in self.layouts},
+            tables={layout.name: made(rows * layout.pages_for(max_model_len), torch.int32) for layout in self.layouts},
         )
 
     # ---- in the body -----------------------------------------------------------------------------------------------

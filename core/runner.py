@@ -75,7 +75,7 @@ class Runner:
         self.plan_words, self.result_words = ([buffer.array.view(np.int32) for buffer in ring] for ring in (self.plans, self.results))
         self.extras = Extras(self.device, entries, rows, parts.taps.record_bytes)
         num_top = parts.sampler.num_logprobs
-        self.logprobs = StepLogprobs(self.device, self.ops, parts.table.columns, entries, rows, tokens, num_top)
+        self.logprobs = StepLogprobs(self.device, self.ops, parts.table.columns, entries, rows, tokens, num_top, self.most_drafts)
         self.events: list[Event | None] = [None] * entries
         self.extra_events: list[Event | None] = [None] * entries
         self.launched = 0
@@ -218,7 +218,7 @@ class Runner:
     def _new_route(self, plan: Plan) -> Route:
         shape = self.buckets.shape(plan)
         keys = () if self.warming_up else self.graphs.keys(plan, shape)
-        works = [partial(self.graphs.run, key) for key in keys]
+        works: list[Callable[[], None]] = [partial(self.graphs.run, key) for key in keys]
         if keys and self.drafting is not None and not self.graphs.with_drafts:
             batch = self.buffers.batch(plan, shape, self.parts.table.columns)
             works.append(self._draft_work(batch, plan.num_next, captured=False))
@@ -431,10 +431,10 @@ class Runner:
         if self.warming_up:
             self._require("logits", logits, lines.num_rows, self.parts.needs.vocab_size)
         wanted = batch.features & Feature.LOGPROBS
-        note = partial(self.logprobs.note, asked) if wanted else None
+        note = partial(self.logprobs.note, asked, 1 + batch.num_draft) if wanted else None
         tokens, num_tokens, ok = self.parts.sampler.sample(logits, lines, note)
         if wanted:
-            self.logprobs.send(batch.num_rows, self.counter)
+            self.logprobs.send(tokens.numel(), self.counter)
         self.ops.finish_step(
             self.ring,
             self.counter,

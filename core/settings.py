@@ -253,6 +253,17 @@ class SpeculationSettings(Section):
     off_above_rows: int | None = Field(default=None, ge=0, le=65536)
     """Decoding requests above which nothing is proposed, because the device is busy enough; none always proposes."""
 
+    acceptance: Literal["exact", "typical"] = "exact"
+    """`exact` changes no token's distribution. `typical` also keeps drafts that are likely enough where a request draws (temperature above
+    0): faster, and lossy (see typical_threshold)."""
+
+    typical_threshold: float = Field(default=0.3, gt=0, le=1)
+    """Of acceptance `typical`: a draft of probability p is kept if p > min(typical_threshold, typical_factor * exp(-entropy)), in nats, of
+    the distribution after temperature and filters (Cai et al. 2024, arXiv:2401.10774, section 3.3.1)."""
+
+    typical_factor: float = Field(default=0.09, gt=0, le=1)
+    """See typical_threshold."""
+
 
 class GraphSettings(Section):
     """Captured graphs and the batch shapes that they are padded to."""

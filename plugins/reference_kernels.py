@@ -29,6 +29,7 @@ def kernels(register: Register, device: Device) -> None:
         sampling,
         speculation,
         table,
+        verification,
     )
     from modelrunner.ops import CLOSE
     from modelrunner.plugins import fusions
@@ -60,6 +61,7 @@ def kernels(register: Register, device: Device) -> None:
     register.op("processed_logits", logprobs.processed_logits, area="logprobs", tolerance=CLOSE)
     register.op("greedy", sampling.greedy, area="sampling")
     register.op("sample", sampling.sample, area="sampling")
+    register.op("verify_drafts", verification.verify_drafts, area="verification")
     register.op("gumbel_noise", sampling.gumbel_noise, area="sampling", tolerance=CLOSE)
     register.fusion("add_rms_norm", ("rms_norm",), fusions.add_rms_norm)
     register.fusion("norm_matmul", ("rms_norm", "matmul"), fusions.norm_matmul)

@@ -18,6 +18,7 @@ MODELRUNNER_API = ">=1,<2"
 AREAS = (
     *("table", "batch", "embedding", "norm", "activation", "linear", "rope", "attention", "logits", "logprobs", "sampling"),
     "speculation",
+    "verification",
 )
 
 

@@ -16,6 +16,7 @@ from modelrunner.testing.conformance.logits_cases import LOGITS_CASES
 from modelrunner.testing.conformance.logprobs_cases import LOGPROBS_CASES
 from modelrunner.testing.conformance.speculation_cases import SPECULATION_CASES
 from modelrunner.testing.conformance.step_cases import DIM, STEP_CASES, VOCAB
+from modelrunner.testing.conformance.verification_cases import VERIFICATION_CASES
 
 Case = Callable[..., Any]
 
@@ -209,4 +210,5 @@ CASES: dict[str, tuple[Case, Sequence[tuple[Any, ...]]]] = {
     **LOGPROBS_CASES,
     **SPECULATION_CASES,
     **STEP_CASES,
+    **VERIFICATION_CASES,
 }
