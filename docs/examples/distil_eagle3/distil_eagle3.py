@@ -129,20 +129,21 @@ class Head(nn.Module):
         self.lm_head = nn.Linear(size, config["draft_vocab_size"], bias=False)
 
 
-def texts(model: str, num_tokens: int, settings: dict[str, Any]) -> Iterator[list[int]]:
-    """Token ids of prompts with the model's continuations, until there are so many tokens."""
+def texts(model: str, num_tokens: int, rows: int) -> Iterator[list[int]]:
+    """Token ids of prompts with the model's continuations, `rows` at a time, until there are so many tokens."""
     from modelrunner import LLM, SamplingParams
 
-    llm, total, seed = LLM(model, **settings), 0, 0
+    llm, total, number = LLM(model, max_num_seqs=rows, max_model_len=1024), 0, 0
     prompts = [form.format(subject) for form in FORMS for subject in SUBJECTS]
     while total < num_tokens:
-        params = [SamplingParams(temperature=0.0 if seed == 0 else 0.8, seed=seed + i, max_tokens=256) for i in range(len(prompts))]
-        conversations = [[{"role": "user", "content": prompt}] for prompt in prompts]
+        batch = range(number, number + rows)
+        params = [SamplingParams(temperature=0.0 if i < len(prompts) else 0.8, seed=i, max_tokens=256) for i in batch]
+        conversations = [[{"role": "user", "content": prompts[i % len(prompts)]}] for i in batch]
         for output in llm.chat(conversations, params):
             ids = [*output.prompt_token_ids, *output.outputs[0].token_ids]
             total += len(ids)
             yield ids
-        seed += len(prompts)
+        number += rows
 
 
 def load_target(model: str) -> Any:
@@ -258,7 +259,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=32, help="texts that the model writes at once")
     chosen = parser.parse_args()
     begun = time.monotonic()
-    sequences = list(texts(chosen.model, chosen.tokens, {"scheduler": {"max_rows": chosen.rows}, "max_model_len": 1024}))
+    sequences = list(texts(chosen.model, chosen.tokens, chosen.rows))
     print(f"{len(sequences)} texts of {sum(map(len, sequences))} tokens after {time.monotonic() - begun:.0f} s")
     config, tensors, losses = distil(load_target(chosen.model), sequences, draft_vocab=chosen.vocab, epochs=chosen.epochs)
     save(chosen.out, config, tensors)
