@@ -60,6 +60,8 @@ class DraftPart:
         self.newest, self.last_place = made(rows, torch.int64), made(rows, torch.int64)
         self.next_ids, self.positions = made(tokens, torch.int64), made(tokens, torch.int64)
         self.out = made(rows * self.most, torch.int32)
+        shapes = (parts.table.num_rows, rows) if needs.probabilities else ()  # of each row of the table, and of the step
+        self.probabilities = [torch.zeros(size, self.most, self.vocab_size, device=device) for size in shapes]
         self.hidden = states() if needs.hidden else None
         self.taps = {point: states() for point in needs.tap_points}
         self.passes = PassBuffers(
@@ -104,7 +106,8 @@ class DraftPart:
             step = self._step(batch, num_next, attention, parts, captured)
             for bound in attention.values():
                 bound.begin()
-            self.drafter.propose(step, out.fill_(-1), None)
+            self.drafter.propose(step, out.fill_(-1), self._unwritten_probabilities(n, num_next))
+            self._store_probabilities(batch, num_next)
         self.ops.store_drafts(
             batch.rows,
             batch.query_len,
@@ -116,6 +119,18 @@ class DraftPart:
             columns["token_ids"],
             columns[COLUMN],
         )
+
+    def _unwritten_probabilities(self, num_rows: int, num_next: int) -> torch.Tensor | None:
+        return self.probabilities[1][:num_rows, :num_next].zero_() if self.probabilities else None
+
+    def _store_probabilities(self, batch: Batch, num_next: int) -> None:
+        if self.probabilities and num_next:
+            kept, given = self.probabilities
+            kept[:, :num_next].index_copy_(0, batch.rows.long(), given[: batch.num_rows, :num_next])
+
+    def drawn_from(self, batch: Batch) -> torch.Tensor | None:
+        """D. What the drafts of a step were drawn from, [N, k, V] float32; None for a drafter that gives no probabilities."""
+        return self.probabilities[0][:, : batch.num_draft].index_select(0, batch.rows) if self.probabilities else None
 
     def _step(self, batch: Batch, num_next: int, attention: Mapping[str, BoundAttention], parts: Parts, captured: bool) -> DraftStep:
         n, t, columns = batch.num_rows, batch.num_tokens, self.columns

@@ -138,8 +138,6 @@ def check(settings: RunnerSettings, name: str, drafter: Drafter, needs: DrafterN
             f"speculation.num_tokens is {most}, so that a row computes {1 + most} tokens in a step, but scheduler.max_batched_tokens is "
             f"{budget}; lower the one or raise the other"
         )
-    if needs.probabilities:
-        raise PluginError(f"drafter {name} gives probabilities (DrafterNeeds.probabilities), which are not verified yet; let it be certain")
     if seated := [column.name for column in needs.columns if column.seats is not None]:
         raise PluginError(f"drafter {name} declares the seated columns {seated}; a drafter declares plain ones")
     if missing := [point for point in needs.tap_points if point not in points]:

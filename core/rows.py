@@ -17,7 +17,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from modelrunner.batch import LOGGED
 from modelrunner.draft_policy import NO_DRAFTS, DraftPolicy
 from modelrunner.page_pool import GroupLayout, Int32Array, PagePool
 from modelrunner.prefix_cache import Hit
@@ -214,8 +213,7 @@ class HostRows:
         if num_draft:
             useful = self.limit[decode] - 1 - self.known_lower[decode]
             query += np.minimum(np.minimum(self.drafts[decode], num_draft), useful)
-            num_draft = num_draft if query.max() > 1 and not (self.features[running] & LOGGED).any() else 0
-            query = query if num_draft else np.ones_like(query)
+            num_draft = num_draft if query.max() > 1 else 0
         prefill, pending = running[pending > 1], pending[pending > 1]
         tokens = budget.tokens(decode.size, prefill.size + waiting, int(self.computed_upper[decode].sum()), 1 + num_draft)
         left = max(tokens - decode.size * (1 + num_draft), 0)

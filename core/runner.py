@@ -432,7 +432,8 @@ class Runner:
             self._require("logits", logits, lines.num_rows, self.parts.needs.vocab_size)
         wanted = batch.features & Feature.LOGPROBS
         note = partial(self.logprobs.note, asked, 1 + batch.num_draft) if wanted else None
-        tokens, num_tokens, ok = self.parts.sampler.sample(logits, lines, note)
+        draft_probs = self.drafting.drawn_from(batch) if self.drafting is not None and batch.num_draft else None
+        tokens, num_tokens, ok = self.parts.sampler.sample(logits, lines, note, draft_probs)
         if wanted:
             self.logprobs.send(tokens.numel(), self.counter)
         self.ops.finish_step(

@@ -12,8 +12,10 @@ from mirror_drafter import MirrorPlugin
 
 from modelrunner import LLM, Offer, SamplingParams, hookimpl
 from modelrunner.errors import PluginError, RequestError, SettingsError
+from modelrunner.kernels.sampling.philox import PURPOSE_DRAFT
 from modelrunner.request import Request
-from modelrunner.speculation import Drafter, DrafterNeeds
+from modelrunner.request_table import Column
+from modelrunner.speculation import DraftBuild, Drafter, DrafterNeeds, DraftStep
 from modelrunner.testing import Driver, EngineProbe, P, R, ScriptDrafterPlugin, assert_same, dense, ref
 
 GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
@@ -134,8 +136,7 @@ def test_many_rows_are_not_drafted() -> None:
     assert min(accepted[:3]) > 10
 
 
-def test_what_hides_the_next_mask_or_history_is_not_drafted() -> None:
-    """Rows whose edits depend on tokens that are not known yet take one token a step, beside rows that do not."""
+def test_edits_of_logits_see_the_drafts_before_them() -> None:
     edited = [
         GREEDY.model_copy(update=update)
         for update in ({"frequency_penalty": 0.7}, {"logit_bias": {50: 5.0}}, {"min_tokens": 12}, {"bad_words": ((7, 9),)}, {})
@@ -224,7 +225,7 @@ def offering(needs: DrafterNeeds) -> object:
     [
         (DrafterNeeds(max_tokens=2), SettingsError, "num_tokens is 3; accepted with the drafter odd .*: at most 2"),
         (DrafterNeeds(tap_points=("layer.9",)), PluginError, r"wants hidden states at \['layer.9'\]; the model has the tap points"),
-        (DrafterNeeds(probabilities=True), PluginError, "gives probabilities"),
+        (DrafterNeeds(columns=(Column("odd", torch.int32, seats=2),)), PluginError, r"seated columns \['odd'\]"),
     ],
 )
 def test_what_a_drafter_cannot_have(needs: DrafterNeeds, error: type[Exception], message: str) -> None:
@@ -242,6 +243,51 @@ def test_settings_that_do_not_go_together() -> None:
         llm(speculation={"drafter": "no_such"})
     with pytest.raises(SettingsError, match="min_size is 3 and max_size 2"):
         llm(speculation={"drafter": "ngram"}, plugin={"ngram": {"min_size": 3, "max_size": 2}})
+
+
+class Guessing(Drafter):
+    """Draws its tokens from a distribution of its own: id 60 or 61, the first more often the odder the row's newest token."""
+
+    def declare(self) -> DrafterNeeds:
+        return DrafterNeeds(probabilities=True)
+
+    def build(self, build: DraftBuild) -> None:
+        self.ops = build.context.ops
+
+    def propose(self, step: DraftStep, out: torch.Tensor, probabilities: torch.Tensor | None) -> None:
+        assert probabilities is not None
+        row = step.batch.rows.long()
+        share = 0.3 + 0.4 * (step.newest % 2).float().unsqueeze(1)
+        probabilities[:, :, 60], probabilities[:, :, 61] = share, 1 - share
+        for place in range(step.num_draft):
+            seed, choice = step.columns["seed"][row], step.columns["choice"][row]
+            noise = self.ops.gumbel_noise(seed, step.known + place, choice, PURPOSE_DRAFT, self.target.vocab_size)
+            out[:, place] = (probabilities[:, place].log() + noise).argmax(-1)
+
+
+class GuessingPlugin:
+    MODELRUNNER_API = ">=1.6,<2"
+
+    @hookimpl
+    def drafter(self) -> Offer[type[Drafter]]:
+        return Offer("guessing", lambda: Guessing)
+
+
+def test_drafts_that_were_drawn() -> None:
+    """Some of what was drawn is kept, and nothing comes that the target forbids; greedy requests beside it are as without."""
+    subject = replace(dense(), plugins=(*dense().plugins, GuessingPlugin()))
+    driver = Driver(subject.engine(drafter="guessing", device="deferred_cpu", rows=16))
+    drawn = SamplingParams(temperature=1, max_tokens=60, ignore_eos=True, logit_bias={60: 100.0, 61: 100.0}, top_k=2, min_p=0.0)
+    for number in range(30):
+        params = drawn.model_copy(update={"seed": number}) if number % 3 else GREEDY
+        driver.add(str(number), P(9, number), params)
+    driver.finish()
+    for number in range(0, 30, 3):
+        assert_same(dense(), P(9, number), GREEDY, driver.result(str(number)))
+    ids = [token for number in range(30) if number % 3 for token in driver.result(str(number)).token_ids]
+    assert set(ids) == {60, 61}
+    stats = driver.engine.scheduler.stats
+    assert 0 < stats.num_accepted < stats.num_drafted
 
 
 @pytest.mark.parametrize("depth", [1, 3])
