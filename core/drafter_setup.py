@@ -52,6 +52,11 @@ class DrafterSetup:
         groups, buffers = (*needs.cache_groups, *self.needs.cache_groups), (*needs.buffers, *self.needs.buffers)
         return replace(needs, cache_groups=groups, buffers=buffers)
 
+    @property
+    def shared_map(self) -> WeightMap | None:
+        """Where the drafter's tensors go, if they lie in the target's checkpoint."""
+        return None if self.reader is not None else self.drafter.weight_map()
+
     def riders(self, needs: Needs) -> dict[str, list[CacheGroup]]:
         """Which of the drafter's groups lie in the pages of which other: those that see the same tokens as the first of the target's
         that attends. needs: of both.

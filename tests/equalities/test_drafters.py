@@ -6,9 +6,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from modelrunner import SamplingParams
+from modelrunner.errors import CheckpointError
 from modelrunner.testing import EngineProbe, P, R, assert_same
+from tests.model_states.drafters import heads
 from tests.model_states.drafters.engines import KINDS, Watch, head, start, subject
 
 GREEDY = SamplingParams(temperature=0, max_tokens=18, ignore_eos=True)
@@ -67,3 +70,26 @@ def run(kind: str, change: str, loud: bool = False) -> None:
     assert (counters.preemptions > 0) == preempt
     watch.check_inputs()
     assert watch.check_proposals(kind, loud) > 50
+
+
+def test_new_weights_reach_a_module_that_came_with_the_old_ones() -> None:
+    """And a drafter with a checkpoint of its own keeps what it has."""
+    tensors = heads.target_tensors() | heads.mtp_tensors()
+    for kind in ("mtp", "eagle"):
+        driver = start(kind)
+        drafter = driver.engine.runner.parts.drafter
+        assert drafter is not None
+        assert drafter.module is not None
+        before = {name: tensor.clone() for name, tensor in drafter.module.state_dict().items()}
+        driver.engine.update_weights({**tensors, **heads.mtp_tensors(loud=True)}.items())
+        changed = [name for name, tensor in drafter.module.state_dict().items() if not torch.equal(tensor, before[name])]
+        assert changed == (["layer.attention.output.weight", "layer.mlp.down.weight"] if kind == "mtp" else [])
+        watch = Watch.of(driver)
+        driver.add("a", *REQUESTS[1])
+        driver.finish()
+        assert_same(subject(), *REQUESTS[1], driver.result("a"))
+        assert watch.check_proposals(kind, loud=kind == "mtp") > 10
+    driver = start("mtp")
+    wrong = {**tensors, "model.mtp_layers.0.input_proj.weight": torch.ones(3, 3)}
+    with pytest.raises(CheckpointError, match=r"model.mtp_layers.0.input_proj.weight does not fit the drafter \(projection\): "):
+        driver.engine.update_weights(wrong.items())
