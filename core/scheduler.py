@@ -22,6 +22,7 @@ from modelrunner.page_pool import GroupLayout, Int32Array, PagePool
 from modelrunner.request import Request, Status
 from modelrunner.rows import BoolArray, Growth, HostRows
 from modelrunner.steady import Steady
+from modelrunner.steady_drafts import SteadyDrafts
 from modelrunner.step_books import Committed, Draft, Stats, Undo, note_growth
 from modelrunner.token_budget import TokenBudget
 from modelrunner.waiting import Deadlines, Entry
@@ -77,7 +78,7 @@ class Scheduler:
         self._deadlines = Deadlines()
         self._running: Int32Array = np.empty(0, np.int32)  # rows of running requests, in order of admission
         self._repeatable: Plan | None = None  # the newest plan, if all running rows decode in it, and nobody came or went since
-        self._steady: Steady | None = None  # repeats it
+        self._steady: Steady | SteadyDrafts | None = None  # repeats it
         self._in_flight: deque[Plan] = deque()
         self._undo: Undo | None = None
         self._step = 0
@@ -235,8 +236,8 @@ class Scheduler:
         """The steady path: the plan of before once more, or None when something about it would change."""
         if self.admission.candidate(self._budget.most - first.num_tokens) is not None:
             return None
-        steady = self._steady = self._steady or Steady(self._rows, first)
-        if steady.left <= 0:
+        steady = self._steady = self._steady or self._steady_from(first)
+        if steady.left <= 0 or (steady.drafting and first.num_draft != self._rows.policy.drafts_in(self._running.size, self._budget.most)):
             return None
         growths: list[Growth] = []
         patch = EMPTY_PATCH
@@ -253,6 +254,9 @@ class Scheduler:
         self._in_flight.append(plan)
         self._step += 1
         return plan
+
+    def _steady_from(self, first: Plan) -> Steady | SteadyDrafts:
+        return SteadyDrafts(self._rows, first, self.stats) if first.num_draft else Steady(self._rows, first)
 
     def _settle(self) -> None:
         """Write down what the steady path has not written yet: whoever reads rows needs it."""
@@ -284,7 +288,7 @@ class Scheduler:
         table.last_ticket[plan.rows] = plan.step
         self._in_flight.append(plan)
         self._step += 1
-        if plan.num_decode == self._running.size and not table.num_guided and not plan.num_draft and not plan.num_next:
+        if plan.num_decode == self._running.size and not table.num_guided and plan.num_draft == plan.num_next:
             self._repeatable = plan
         return plan
 
@@ -332,15 +336,21 @@ class Scheduler:
         self._settle()
         return self._commit(outcome)
 
-    def _commit_steady(self, outcome: Outcome, steady: Steady) -> Committed:
-        """What else follows from one more token of each row, all of them with output before: no page of a prompt is left to index."""
-        plan = outcome.plan
-        self.stats.computed_tokens += plan.num_tokens
-        self.stats.generated_tokens += plan.num_tokens
+    def _commit_steady(self, outcome: Outcome, steady: Steady | SteadyDrafts) -> Committed:
+        """What else follows from more tokens of each row, all of them with output before: no page of a prompt is left to index."""
+        plan, records = outcome.plan, outcome.records
+        tokens, counts = records[:, Record.TOKENS : Record.TOKENS + 1 + plan.num_draft], plan.num_query
+        computed = generated = plan.num_tokens
+        if plan.num_draft:
+            counts, computed = records[:, Record.NUM_TOKENS], int(plan.num_query.sum())
+            generated = int(counts.sum())
+            self.stats.checked(records[:, Record.DRAFTED], counts)
+        self.stats.computed_tokens += computed
+        self.stats.generated_tokens += generated
         for table in self._rows.tables:
             if table.windowed:
                 table.free_behind(plan.rows, steady.computed(), self.pool)
-        return Committed(plan.rows, outcome.records[:, Record.TOKENS : Record.TOKENS + 1], plan.num_query, [])
+        return Committed(plan.rows, tokens, counts, [])
 
     def _commit(self, outcome: Outcome) -> Committed:
         """Any records, row by row."""
@@ -377,10 +387,10 @@ class Scheduler:
         """Decode rows `at` were planned to get up to so many tokens, and got `counts` (none, if they end with an error)."""
         got = counts > 0
         self._rows.correct(at[got], planned[got], counts[got])
-        accepted = np.minimum(np.maximum(counts - 1, 0), drafted)
+        accepted = self.stats.checked(drafted, counts)
         self._rows.num_drafted[at] += drafted
         self._rows.num_accepted[at] += accepted
-        self.stats.checked(drafted, accepted)
+        self.stats.by_place(drafted, accepted)
 
     def _alive(self, plan: Plan) -> BoolArray:
         """Which rows of a plan still belong to the tenancy that it names."""

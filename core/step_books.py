@@ -22,7 +22,7 @@ class Stats:
     cached_tokens: found in the prefix cache at admissions and resumptions. computed_tokens: query tokens of committed steps.
     generated_tokens: committed output. held: times that a row was left out of a plan because the mask of its next token was not there.
     num_drafted, num_accepted: drafts that steps checked, and those that became output. drafted_at, accepted_at: the same by place among
-    the drafts of a row, from the first on."""
+    the drafts of a row, from the first on; they are brought up to date when a row leaves, and now and then."""
 
     steps: int = 0
     preemptions: int = 0
@@ -31,19 +31,20 @@ class Stats:
     computed_tokens: int = 0
     generated_tokens: int = 0
     held: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
     drafted_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
 
-    @property
-    def num_drafted(self) -> int:
-        return sum(self.drafted_at)
+    def checked(self, drafted: Int32Array, counts: Int32Array) -> Int32Array:
+        """Count the drafts that a step checked of some rows, which got `counts` tokens each. Returns how many of each row were kept."""
+        accepted: Int32Array = np.minimum(np.maximum(counts - 1, 0), drafted)
+        self.num_drafted += int(drafted.sum())
+        self.num_accepted += int(accepted.sum())
+        return accepted
 
-    @property
-    def num_accepted(self) -> int:
-        return sum(self.accepted_at)
-
-    def checked(self, drafted: Int32Array, accepted: Int32Array) -> None:
-        """Count drafts of rows: how many a step checked of each, and how many it kept."""
+    def by_place(self, drafted: Int32Array, accepted: Int32Array) -> None:
+        """Count them by their place."""
         places = np.arange(len(self.drafted_at))
         self.drafted_at = (self.drafted_at + (drafted[:, None] > places).sum(0)).tolist()
         self.accepted_at = (self.accepted_at + (accepted[:, None] > places).sum(0)).tolist()

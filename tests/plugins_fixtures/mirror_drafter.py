@@ -33,7 +33,8 @@ class MirrorDrafter(Drafter):
             return {name.removeprefix(PREFIX): value for name, value in found.items()}
 
         module: Any = self.state.module
-        hidden = torch.zeros(batch.num_tokens, self.target.hidden_size, dtype=next(module.parameters()).dtype)
+        weight = next(module.parameters())
+        hidden = torch.zeros(batch.num_tokens, self.target.hidden_size, dtype=weight.dtype, device=weight.device)
         self.state.embed(batch, hidden)
         return self.state.forward(hidden, batch.positions, own(attention), own(caches), lambda point, states: states)
 
