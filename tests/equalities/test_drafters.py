@@ -3,6 +3,7 @@ times what the drafter's paper says."""
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -93,3 +94,48 @@ def test_new_weights_reach_a_module_that_came_with_the_old_ones() -> None:
     wrong = {**tensors, "model.mtp_layers.0.input_proj.weight": torch.ones(3, 3)}
     with pytest.raises(CheckpointError, match=r"model.mtp_layers.0.input_proj.weight does not fit the drafter \(projection\): "):
         driver.engine.update_weights(wrong.items())
+
+
+@pytest.mark.parametrize("seed", range(9))
+def test_any_schedule(seed: int) -> None:
+    """Arrivals, aborts and preemptions at random, in a cache that is too small for all, with prefixes in common."""
+    draw = random.Random(seed)
+    kind = ("eagle", "mtp", "eagle3", "draft_model")[seed % 4]
+    loud = kind != "draft_model"
+    driver = start(
+        kind,
+        head(kind, loud),
+        k=draw.randint(1, 4),
+        device="deferred_cpu",
+        device_seed=seed,
+        captures=draw.random() < 0.5,
+        page_size=draw.choice((4, 8, 16)),
+        pages=draw.randint(96, 160) // draw.choice((2, 4)),
+        rows=draw.randint(2, 5),
+        tokens=draw.randint(9, 80),
+        depth=draw.randint(1, 3),
+    )
+    watch, probe = Watch.of(driver), EngineProbe(driver)
+    probe.poison_freed_pages()
+    wishes = {str(i): (P(draw.randint(1, 60), i % 2), draw.choice((GREEDY, GREEDY, SAMPLED)), draw.randint(0, 20)) for i in range(9)}
+    aborted = set()
+    for step in range(60):
+        for name, (prompt, params, arrival) in wishes.items():
+            if arrival == step:
+                driver.add(name, prompt, params)
+        driver.step()
+        running = [name for name in driver.engine.requests if probe.row_of(name) >= 0]
+        if running and draw.random() < 0.08:
+            aborted.add(gone := draw.choice(running))
+            driver.engine.abort(gone)
+        elif running and draw.random() < 0.1:
+            probe.drain()
+            if left := [name for name in driver.engine.requests if probe.row_of(name) >= 0]:
+                probe.preempt(draw.choice(left))
+    driver.finish()
+    for name, (prompt, params, _) in wishes.items():
+        if name not in aborted:
+            assert_same(subject(), prompt, params, driver.result(name))
+    probe.assert_clean()
+    watch.check_inputs()
+    assert watch.check_proposals(kind, loud) > 50
