@@ -16,12 +16,13 @@ from tests.model_states.drafters.engines import subject as drafted
 PARAMS = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 
 
+@pytest.mark.parametrize("drafter", [None, "ngram"])
 @pytest.mark.parametrize("requests", [1, 2, 5])
 @pytest.mark.parametrize(("width", "length"), [(1, 9), (4, 50), (15, 235)])
-def test_every_row_reads_its_own_state(width: int, length: int, requests: int, device: str) -> None:
+def test_every_row_reads_its_own_state(width: int, length: int, requests: int, drafter: str | None, device: str) -> None:
     """width: pages in the block tables of a step, 16 tokens each; the longest request has `length` prompt tokens."""
     subject = hybrid()
-    driver = Driver(subject.engine(rows=5, device=device, prefix=False))
+    driver = Driver(subject.engine(rows=5, device=device, prefix=False, drafter=drafter))
     probe = EngineProbe(driver)
     prompts = [P(max(length - 3 * s, 1), s) for s in range(requests)]
     widths: set[int] = set()
