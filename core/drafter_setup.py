@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from modelrunner.checkpoint import CheckpointReader, ModelCard
 from modelrunner.choosing import Chooser, blaming, build_context, expect, open_checkpoint
 from modelrunner.device import Device
+from modelrunner.draft_policy import DraftPolicy
 from modelrunner.errors import ModelRunnerError, PluginError, SettingsError
 from modelrunner.model_state import CacheGroup, FullAttention, ModelState, Needs, No, Yes, required_features
 from modelrunner.ops import Ops
@@ -34,9 +36,13 @@ class DrafterSetup:
     reader: CheckpointReader | None
     card: ModelCard | None
 
-    @property
-    def most(self) -> int:
-        return self.choose.settings.speculation.num_tokens
+    def policy(self, tables: Sequence[str]) -> DraftPolicy:
+        """How many drafts steps have. tables: the groups in whose pages the drafter writes."""
+        settings = self.choose.settings
+        speculation, depth = settings.speculation, settings.scheduler.pipeline_depth
+        spare = speculation.spare_tokens if speculation.adaptive else None
+        most, off_above = speculation.num_tokens, speculation.off_above_rows
+        return DraftPolicy(most, depth=depth, off_above_rows=off_above, spare_tokens=spare, groups=tables)
 
     @property
     def columns(self) -> tuple[Column, ...]:

@@ -96,7 +96,7 @@ class Engine:
             seats=parts.table.seats,
             depth=scheduler.pipeline_depth,
             cache_seed=FIRST_WEIGHTS.encode(),
-            drafting=NO_DRAFTS if parts.runner.parts.drafting is None else parts.runner.parts.drafting.policy(parts.settings),
+            drafting=NO_DRAFTS if parts.runner.parts.drafting is None else parts.runner.parts.drafting.policy,
             shifted_cache=parts.runner.parts.drafting is not None and parts.runner.parts.drafting.needs.shifted,
         )
 

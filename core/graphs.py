@@ -40,9 +40,9 @@ class Key(NamedTuple):
 
 
 class DraftKinds(NamedTuple):
-    """most: drafts of a row, where a step has any. captured: whether the drafter's part is."""
+    """choices: drafts of a row that steps may have, from the largest on. captured: whether the drafter's part is."""
 
-    most: int
+    choices: tuple[int, ...]
     captured: bool
 
 
@@ -159,12 +159,13 @@ class StepGraphs:
         return self._drafts is not None and self._drafts.captured
 
     def _first_keys(self) -> list[Key]:
-        """What start-up captures, from large to small. With a drafter, steps whose rows have none are left for their second use."""
-        most = 0 if self._drafts is None else self._drafts.most
-        bodies = [Key("body", tokens, num_draft=k) for tokens in reversed(self._tokens) for k in sorted({0, most})]
-        steps = [Key("step", rows, features, most, most) for rows in reversed(self._rows) for features in KINDS]
+        """What start-up captures, from large to small. Steps with fewer drafts after them than in them are left for their second use."""
+        choices = (0,) if self._drafts is None else self._drafts.choices
+        bodies = [Key("body", tokens, num_draft=k) for tokens in reversed(self._tokens) for k in sorted({0, *choices})]
+        steps = [Key("step", rows, features, k, k) for rows in reversed(self._rows) for k in choices for features in KINDS]
         if self._drafts is not None and self._drafts.captured:
-            bodies += [Key("draft", tokens, num_draft=k, num_next=most) for tokens in reversed(self._tokens) for k in (0, most)]
+            pairs = dict.fromkeys([(0, choices[0]), *((k, k) for k in choices)])
+            bodies += [Key("draft", tokens, num_draft=k, num_next=after) for tokens in reversed(self._tokens) for k, after in pairs]
         return bodies + steps
 
     def run(self, key: Key) -> None:

@@ -82,7 +82,7 @@ class Runner:
         self.route: Route | None = None  # of the last launched step, while its rows are on the device
         self.warming_up = False
         self.max_tokens, self.max_model_len = max_tokens, max_model_len
-        drafts = None if parts.drafting is None else DraftKinds(parts.drafting.most, not parts.drafting.capture_problem)
+        drafts = None if parts.drafting is None else DraftKinds(parts.drafting.policy.choices, not parts.drafting.capture_problem)
         self.graphs = StepGraphs(self.device, buckets, self._closure, no_graphs, CAPTURED | parts.sampler.captured, drafts)
         self.draft_groups = () if parts.drafting is None else parts.drafting.groups
         self.groups = [layout.name for layout in parts.layouts if layout.name not in self.draft_groups]
@@ -114,8 +114,13 @@ class Runner:
 
     def _build(self, work: Sequence[Callable[[], None]]) -> None:
         """Let the device get ready what `work` will launch. It may run parts of it without the kernels that say where their inputs lie."""
-        self.device.launch(lambda: fill(self.buffers.sample_index, 0))
-        self.device.build(work)
+
+        def reset() -> None:
+            fill(self.buffers.sample_index, 0)
+            if self.drafting is not None:
+                fill(self.drafting.last_place, 0)
+
+        self.device.build([partial(_in_order, reset, part) for part in work])
 
     def _first(self, plan: Plan) -> None:
         shape = self.buckets.shape(plan)
