@@ -464,11 +464,13 @@ class Runner:
 
     def _spread(self, batch: Batch) -> tuple[Batch, torch.Tensor]:
         """The batch of a step with drafts as the sampler sees it, line by line, and the rows' drafts."""
-        slots = 1 + batch.num_draft
+        slots, buffers = 1 + batch.num_draft, self.buffers
         given = (batch.rows, batch.query_len, batch.samples, batch.computed, self.parts.table.columns["known"])
-        rows, samples, computed, query_len, ahead, num_drafted = self.ops.spread_rows(*given, slots)
-        lines = {"rows": rows, "samples": samples, "computed": computed, "query_len": query_len, "ahead": ahead}
-        return replace(batch, num_rows=batch.num_rows * slots, **lines), num_drafted
+        lines, num_drafted = [each[: batch.num_rows * slots] for each in buffers.lines], buffers.num_drafted[: batch.num_rows]
+        self.ops.spread_rows(*given, slots, *lines, num_drafted)
+        rows, samples, computed, query_len, ahead = lines
+        many = {"rows": rows, "samples": samples, "computed": computed, "query_len": query_len, "ahead": ahead}
+        return replace(batch, num_rows=batch.num_rows * slots, **many), num_drafted
 
     def _require(self, method: str, value: object, *shape: int) -> None:
         """Check what the model state returned; for the warm-up, whose shapes stand for all others."""

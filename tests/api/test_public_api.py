@@ -36,6 +36,7 @@ PUBLIC = {
     "taps": ["Tap", "Result", "ModelInfo"],
     "logits_processors": ["LogitsProcessor", "RegisterProcessor"],
     "observers": ["Observer", "StepReport", "RequestStart", "RequestFinish"],
+    "speculation": ["Drafter", "DrafterNeeds", "TargetModel", "DraftBuild", "DraftStep", "DraftPass"],
     "checkpoint": ["CheckpointReader", "ModelCard"],
     "text": ["Tokenizer"],
     "grammar": ["GrammarBackend", "Grammar", "Matcher", "Vocabulary"],
