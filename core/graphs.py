@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from modelrunner.attention import AttentionBackend
-from modelrunner.batch import EDITED, Feature, Plan
+from modelrunner.batch import EDITED, Feature, Plan, as_built
 from modelrunner.device import Device
 from modelrunner.model_state import ModelState, Needs, No
 from modelrunner.step_buffers import Buckets, Shape
@@ -26,6 +26,10 @@ KINDS = (Feature.GREEDY, Feature.PLAIN)  # tails of decode steps captured at sta
 # Features of tails that can be captured, beside those of logits processors: not those of taps, nor of log-probs of prompts and of whole
 # vocabularies.
 CAPTURED = Feature.PLAIN | Feature.FILTERED | EDITED | Feature.LOGPROBS
+# Tails whose kernels are built at start-up: all that rows of built-in features may ask for.
+_DRAWS = (Feature.GREEDY, Feature.PLAIN, Feature.PLAIN | Feature.FILTERED)
+_EDITS = (Feature.GREEDY, Feature.ALLOWED, EDITED, Feature.LOGPROBS, EDITED | Feature.LOGPROBS)
+BUILT = tuple(draw | edits for draw in _DRAWS for edits in _EDITS)
 
 
 class Key(NamedTuple):
@@ -133,6 +137,13 @@ class StepGraphs:
         return len(self._first_keys())
 
     @property
+    def tails(self) -> list[Key]:
+        """Tails that bring up every kernel that a captured tail may want: its kernels are of two kinds, for few rows and for many."""
+        most = dict.fromkeys((*self._rows[:1], *self._rows[-1:]))
+        drafts = (0,) if self._drafts is None else sorted({0, *self._drafts.choices})
+        return [Key("tail", rows, features, k) for rows in most for k in drafts for features in BUILT]
+
+    @property
     def captured(self) -> list[Key]:
         """What is ready to be replayed."""
         return list(self._replays)
@@ -141,7 +152,7 @@ class StepGraphs:
         """The graphs that run `plan`, padded to `shape`, one after the other; none for a step that is not captured."""
         if int(plan.features) & self._uncaptured:
             return ()
-        features = plan.features | EDITED if plan.features & EDITED else plan.features  # one graph edits all that a row may ask for
+        features = as_built(plan.features)
         num_draft, num_next = plan.num_draft, plan.num_next
         if plan.num_decode == plan.num_rows:
             return (Key("step", shape.num_rows, features, num_draft, num_next),) if shape.num_rows in self._rows else ()

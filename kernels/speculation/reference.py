@@ -177,7 +177,7 @@ def ngram_draft(
     that do not want any, are left.
     """
     text = token_ids[rows.long(), :longest]
-    end = (known - 1).clamp(min=0).unsqueeze(1).long()  # of the row's text
+    end = (known - 1).clamp(0, longest - 1).unsqueeze(1).long()  # of the row's text; rows that are left may be longer
     place = torch.arange(text.shape[1], device=rows.device).unsqueeze(0)  # where an earlier text may end
     length = torch.zeros(text.shape, dtype=torch.int64, device=rows.device)
     same = place < end

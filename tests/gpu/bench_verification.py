@@ -50,7 +50,10 @@ def arguments(k: int, kind: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
     rows = torch.arange(ROWS, dtype=torch.int32, device=DEVICE)
     slots, known = 1 + k, int32(ROWS, value=9)
     samples = torch.ones(ROWS, dtype=torch.bool, device=DEVICE)
-    line_rows, live, computed, query_len, _, _ = spread_rows(rows, known - 8 + k, samples, known - 1, known, slots)
+    line_rows, computed, query_len, ahead = (int32(ROWS * slots, value=0) for _ in range(4))
+    live = samples.repeat(slots)
+    out = (line_rows, live, computed, query_len, ahead, int32(ROWS, value=0))
+    spread_rows(rows, known - 8 + k, samples, known - 1, known, slots, *out)
     token_ids = torch.randint(0, VOCAB, (ROWS, LONGEST), dtype=torch.int32, device=DEVICE)
     given = columns(ROWS, *(KINDS[kind] or (None, None)), 0.8)
     del given["position"]
