@@ -112,6 +112,23 @@ def of_drafter(settings: RunnerSettings) -> RunnerSettings:
     return settings.model_copy(update={"model": model})
 
 
+def open_draft(choose: Chooser) -> tuple[Chooser, CheckpointReader | None, ModelCard | None]:
+    """What chooses for the drafter's checkpoint, and that checkpoint, if `speculation.model` names one."""
+    own = Chooser(choose.manager, of_drafter(choose.settings))
+    return own, *(open_checkpoint(own) if choose.settings.speculation.model else (None, None))
+
+
+def target_model(own: Chooser, card: ModelCard, state: ModelState, needs: Needs, max_model_len: int) -> TargetModel:
+    """What a drafter is told of its target. own: chooses for the drafter's checkpoint."""
+
+    def state_for(card: ModelCard) -> type[ModelState]:
+        found: type[ModelState] = own("model_state", card=card, settings=own.settings)
+        return found
+
+    points = needs.tap_points if isinstance(state.supports("taps"), Yes) else ()
+    return TargetModel(card, needs.hidden_size, needs.vocab_size, max_model_len, points, state_for)
+
+
 def set_up_drafter(choose: Chooser, card: ModelCard, state: ModelState, needs: Needs, max_model_len: int) -> DrafterSetup | None:
     """Choose the drafter that the settings ask for, and let it declare. None if they ask for none. card, state, needs: of the target.
 
@@ -120,22 +137,15 @@ def set_up_drafter(choose: Chooser, card: ModelCard, state: ModelState, needs: N
     settings = choose.settings
     if settings.speculation.drafter is None:
         return None
-    own = Chooser(choose.manager, of_drafter(settings))
-    reader, draft_card = open_checkpoint(own) if settings.speculation.model else (None, None)
-
-    def state_for(card: ModelCard) -> type[ModelState]:
-        found: type[ModelState] = own("model_state", card=card, settings=own.settings)
-        return found
-
-    points = needs.tap_points if isinstance(state.supports("taps"), Yes) else ()
-    target = TargetModel(card, needs.hidden_size, needs.vocab_size, max_model_len, points, state_for)
+    own, reader, draft_card = open_draft(choose)
+    target = target_model(own, card, state, needs, max_model_len)
     asked = {"card": draft_card, "target": target, "settings": settings}
     kind: type[Drafter] = choose("drafter", setting="speculation.drafter", **asked)
     name = choose.chosen["drafter"]
     with blaming(f"drafter {name}"):
         drafter = kind(draft_card, target, settings)
         declared = expect(DrafterNeeds, drafter.declare(), drafter, "declare")
-    check(settings, name, drafter, declared, points)
+    check(settings, name, drafter, declared, target.tap_points)
     return DrafterSetup(own, name, drafter, declared, reader, draft_card)
 
 

@@ -471,8 +471,8 @@ class Runner:
         lines, num_drafted = [each[: batch.num_rows * slots] for each in buffers.lines], buffers.num_drafted[: batch.num_rows]
         self.ops.spread_rows(*given, slots, *lines, num_drafted)
         rows, samples, computed, query_len, ahead = lines
-        many = {"rows": rows, "samples": samples, "computed": computed, "query_len": query_len, "ahead": ahead}
-        return replace(batch, num_rows=batch.num_rows * slots, **many), num_drafted
+        spread = replace(batch, rows=rows, samples=samples, computed=computed, query_len=query_len, ahead=ahead)
+        return replace(spread, num_rows=batch.num_rows * slots), num_drafted
 
     def _require(self, method: str, value: object, *shape: int) -> None:
         """Check what the model state returned; for the warm-up, whose shapes stand for all others."""

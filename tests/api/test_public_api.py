@@ -48,7 +48,8 @@ PUBLIC = {
     "beam_search": ["BeamSearchParams", "BeamSearchSequence", "BeamSearchOutput"],
     "async_llm": ["AsyncLLM"],
     "testing.conformance": [
-        *["KernelConformance", "LinearSchemeConformance", "DeviceConformance", "LogitsProcessorConformance", "transformers_checkpoint"],
+        *["KernelConformance", "LinearSchemeConformance", "DeviceConformance", "LogitsProcessorConformance", "DrafterConformance"],
+        "transformers_checkpoint",
     ],
     "testing.conformance.case": ["StateCase"],
 }
