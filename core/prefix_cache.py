@@ -35,10 +35,20 @@ def root_key(seed: bytes, adapter: str | None, salt: str | None, world: bytes | 
 
 @dataclass
 class PageKeys:
-    """The chains of one sequence, one per page size: `chains[tokens_per_page]` are the keys of its full pages, in order."""
+    """The chains of one sequence, one per page size: `chains[tokens_per_page]` are the keys of its full pages, in order.
+
+    shifted: what some group keeps of a token was made from the token after it too. So a page's key has one token more in it, the first
+    one after the page; a full page without a next token has none yet.
+    """
 
     root: bytes
+    shifted: bool = False
     chains: dict[int, list[bytes]] = field(default_factory=dict)
+    _hashes: dict[int, bytes] = field(default_factory=dict)  # of all tokens of the pages that have keys, by page size
+
+    def pages_of(self, num_tokens: int, tokens_per_page: int) -> int:
+        """Pages of so many known tokens that can have keys."""
+        return max(num_tokens - self.shifted, 0) // tokens_per_page
 
     def extend(self, tokens: Int32Array, tokens_per_page: int, num_pages: int) -> list[bytes]:
         """Keys of at least the first `num_pages` pages of `tokens` [n] int32; hashes only what is new."""
@@ -46,12 +56,14 @@ class PageKeys:
         done = len(chain)
         if done >= num_pages:
             return chain
-        parent = chain[-1] if chain else self.root
+        parent = self._hashes.get(tokens_per_page, self.root)
         size = tokens_per_page * tokens.itemsize
-        data = tokens[done * tokens_per_page : num_pages * tokens_per_page].tobytes()
-        for start in range(0, len(data), size):
-            parent = blake2b(parent + data[start : start + size], digest_size=KEY_BYTES).digest()
-            chain.append(parent)
+        data = tokens[done * tokens_per_page : num_pages * tokens_per_page + self.shifted].tobytes()
+        for end in range(size, (num_pages - done) * size + 1, size):
+            parent = blake2b(parent + data[end - size : end], digest_size=KEY_BYTES).digest()
+            following = data[end : end + tokens.itemsize] if self.shifted else b""
+            chain.append(blake2b(parent + following, digest_size=KEY_BYTES).digest() if following else parent)
+        self._hashes[tokens_per_page] = parent
         return chain
 
 
@@ -65,16 +77,11 @@ class Hit:
 
 
 class PrefixCache:
-    """Looks sequences up in the pool's index and enters pages into it.
+    """Looks sequences up in the pool's index and enters pages into it."""
 
-    shifted: what some group keeps of a token depends on the token after it too. Pages are equal then but for what they keep of their last
-    token, so a hit is followed by one token more that is known to be equal, and ends where the last but one found page does.
-    """
-
-    def __init__(self, layouts: Sequence[GroupLayout], pool: PagePool, shifted: bool = False) -> None:
+    def __init__(self, layouts: Sequence[GroupLayout], pool: PagePool) -> None:
         self._layouts = tuple(layouts)
         self._pool = pool
-        self._shifted = shifted
         self._unit = math.lcm(*(layout.tokens_per_page for layout in layouts)) if layouts else 0
         self.miss = Hit(0, (0,) * len(self._layouts), tuple(np.empty(0, np.int32) for _ in layouts))
 
@@ -100,10 +107,6 @@ class PrefixCache:
         best = np.flatnonzero(served)
         if not best.size:
             return self.miss
-        if self._shifted:  # of what was found together, the last unit only shows that the one before it is followed by the same token
-            best = best[best < best[-1]]
-            if not best.size:
-                return self.miss
         at = best[-1]
         return Hit(
             int(lengths[at]),

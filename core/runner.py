@@ -115,8 +115,13 @@ class Runner:
 
     def _build(self, work: Sequence[Callable[[], None]]) -> None:
         """Let the device get ready what `work` will launch. It may run parts of it without the kernels that say where their inputs lie."""
-        self.device.launch(lambda: fill(self.buffers.sample_index, 0))
-        self.device.build(work)
+
+        def reset() -> None:
+            fill(self.buffers.sample_index, 0)
+            if self.drafting is not None:
+                fill(self.drafting.last_place, 0)
+
+        self.device.build([partial(_in_order, reset, part) for part in work])
 
     def _first(self, plan: Plan) -> None:
         shape = self.buckets.shape(plan)
