@@ -176,7 +176,7 @@ class MediaBatch:
     """D. The media of a step: where each of its T tokens finds its embedding. Only steps of the `media` kind have one: those that compute a
     token before the end of its request's last run.
 
-    arena: [lines, (1 + features) * H], in the model's dtype, never moves. slots: [T] int64, the token's line, -1 for a token of text.
+    arena: [lines, (1 + features) * H], in the model's dtype, never moves. slots: [T] int32, the token's line, -1 for a token of text.
     Read it by the operations `place_media` (core's, after `embed`) and `add_media`.
     """
 
