@@ -31,6 +31,7 @@ def kernels(register: Register, device: Device) -> None:
             register.op(function.__name__, function, area=area)
     register.op("paged_attention", attention.paged_attention, area="attention", tolerance=CLOSE)
     register.op("indexed_attention", attention.indexed_attention, area="attention", tolerance=CLOSE)
+    register.op("segment_attention", attention.segment_attention, area="attention", tolerance=CLOSE)
     register.op("embedding", embedding.embedding, area="embedding")
     register.op("rms_norm", norm.rms_norm, area="norm", tolerance=CLOSE)
     register.op("apply_rope", rope.apply_rope, area="rope", tolerance=CLOSE)
