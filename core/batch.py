@@ -8,10 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum, IntFlag
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+if TYPE_CHECKING:
+    from modelrunner.media import MediaBatch
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
@@ -202,6 +206,7 @@ class Batch:
     token_row [T] int64: place in [0, N) of the token's row.  token_valid [T] bool.
     slots: group -> [T] int64 token position in the group's cache, -1 to skip.  block_tables: group -> [N, pages] int32, 0 = null page.
     columns: the request table's columns by name.  buffers: the ModelState's static buffers.
+    media: of steps that compute tokens of media or before them; None in all others (see `media.MediaBatch`).
     """
 
     num_rows: int
@@ -228,6 +233,7 @@ class Batch:
     columns: Mapping[str, torch.Tensor]
     buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
     prompts: Prompts | None = None
+    media: MediaBatch | None = None
 
     def per_row(self, column: str) -> torch.Tensor:
         """D. A column's values of the step's rows: [N], or [N, width]; of a seated column, the elements in the row's seat (or defaults)."""

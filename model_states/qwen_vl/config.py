@@ -134,7 +134,9 @@ def vision_config(card: ModelCard, newer: bool) -> VisionConfig:
     depth, patch, merge = positive(part, "depth"), positive(part, "patch_size"), positive(part, "spatial_merge_size")
     hidden, heads = positive(part, "hidden_size"), positive(part, "num_heads")
     if hidden % (4 * heads):
-        raise ValueError(f"{part.name}: hidden_size {hidden} over {heads} heads; a head needs a multiple of 4 components, two for each axis")
+        raise ValueError(
+            f"{part.name}: hidden_size {hidden} over {heads} heads; a head needs a multiple of 4 components, two for each axis"
+        )
     window = 0 if newer else positive(part, "window_size") // merge // patch
     if not newer and window < 1:
         raise ValueError(f"{part.name}: window_size is {given['window_size']} pixels; a window holds at least {merge * patch}")

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from modelrunner.attention import BoundAttention
+from modelrunner.media import MediaBatch
 from modelrunner.model_state import BuildContext, Tap
 from modelrunner.model_states.dense.layers import DenseModel
 from modelrunner.model_states.qwen_vl.config import QwenVLConfig
@@ -34,23 +35,23 @@ class QwenVLText(DenseModel):
         positions: torch.Tensor,
         attention: Mapping[str, BoundAttention],
         tap: Tap,
-        added: torch.Tensor,
+        media: MediaBatch,
     ) -> torch.Tensor:
-        """`forward` with DeepStack (Meng et al. 2024, arXiv:2406.04334): added [T, copies * H] joins the residual stream, the i-th part after
-        layer i; zeros where a token is text."""
+        """`forward` with DeepStack (Meng et al. 2024, arXiv:2406.04334): behind layer i, what the vision tower gave as its i-th copy joins the
+        residual stream of the tokens of media."""
         cos_sin = self.rotary(positions)
         total = tap("layer.0", hidden)
         for index, layer in enumerate(self.stack):
             total = layer.attention.residual(total, layer.attention_norm, cos_sin, attention)
             total = layer.mlp.residual(total, layer.mlp_norm)
             if index < self.copies:
-                total = total + added[:, index * self.width : (index + 1) * self.width]
+                self.embed.ops.add_media(total, media.arena, media.slots, (1 + index) * self.width)
             total = tap(f"layer.{index + 1}", total)
         normed: torch.Tensor = self.norm(total)
         return normed
 
     def rotary(self, positions: torch.Tensor) -> torch.Tensor:
-        """Lines of the rotary table: [T, D] float32. positions: [T] of text, the same in all dimensions, or [3, T] of time, height, width."""
+        """Lines of the rotary table: [T, D] float32. positions: [T] of text, or [3, T] of time, height and width."""
         if positions.dim() == 1:
             return super().rotary(positions)
         return self.cos_sin.gather(0, positions.index_select(0, self.axes).t())

@@ -11,7 +11,7 @@ from typing import cast
 
 import torch
 from torch import nn
-from torch.nn.functional import gelu
+from torch.nn.functional import embedding, gelu
 
 from modelrunner.model_state import BuildContext
 from modelrunner.model_states.common.layers import GatedMLP, RMSNorm
@@ -24,9 +24,9 @@ EPS = 1e-6  # of every norm of the tower
 class Layout:
     """Where the patches of a batch of images and videos lie. Tensors are on the device, tuples on the host.
 
-    coordinates: [P, 2] int64 row and column in the frame. frames, windows: patches of each frame and of each window; the *_starts are
+    coordinates: [P, 2] int32 row and column in the frame. frames, windows: patches of each frame and of each window; the *_starts are
     their first patches and P, [n + 1] int32. order: [P / M] int64 token of each place, or None where tokens lie in their own order.
-    taps, weights: [P, 4] entries of the table of learned positions and their shares, or None.
+    taps, weights: [P, 4] entries of the table of learned positions, int32, and their shares, float32; or None.
     """
 
     coordinates: torch.Tensor
@@ -139,7 +139,7 @@ class VisionTower(nn.Module):
         embedding, then what DeepStack adds after the first text layer, the second and so on; tokens in their own order."""
         hidden = self.embed(patches)
         if layout.taps is not None and layout.weights is not None:
-            learned = (self.positions[layout.taps] * layout.weights.unsqueeze(-1)).sum(1)
+            learned = (embedding(layout.taps, self.positions) * layout.weights.unsqueeze(-1)).sum(1)
             hidden = hidden + learned.to(hidden.dtype)
         cos_sin = self.rotary(layout.coordinates)
         copies = {}
@@ -156,7 +156,7 @@ class VisionTower(nn.Module):
         return torch.empty_like(merged).index_copy_(0, layout.order, merged)
 
     def rotary(self, coordinates: torch.Tensor) -> torch.Tensor:
-        """Cosines and sines, [P, D] float32: the first half of the pairs follows the row, the second the column (Qwen2-VL, arXiv:2409.12191)."""
+        """Cosines and sines, [P, D] float32: of the pairs, the first half follows the row, the second the column (arXiv:2409.12191)."""
         angles = (coordinates.unsqueeze(-1).float() * self.frequencies).flatten(1)
         return torch.cat((angles.cos(), angles.sin()), -1)
 

@@ -42,7 +42,10 @@ def qwen_vl_weight_map(config: QwenVLConfig) -> WeightMap:
 
 def spellings(name: str) -> list[str]:
     """`name` and the same under the other prefixes."""
-    return [name, *(other + name.removeprefix(prefix) for prefix, others in PREFIXES.items() if name.startswith(prefix) for other in others)]
+    return [
+        name,
+        *(other + name.removeprefix(prefix) for prefix, others in PREFIXES.items() if name.startswith(prefix) for other in others),
+    ]
 
 
 def vision_targets(config: VisionConfig) -> Targets:
