@@ -37,7 +37,7 @@ class QwenVLText(DenseModel):
         tap: Tap,
         media: MediaBatch,
     ) -> torch.Tensor:
-        """`forward` with DeepStack (Meng et al. 2024, arXiv:2406.04334): behind layer i, what the vision tower gave as its i-th copy joins the
+        """`forward` with DeepStack (Meng et al. 2024, arXiv:2406.04334): behind layer i, the i-th copy that the vision tower gave joins the
         residual stream of the tokens of media."""
         cos_sin = self.rotary(positions)
         total = tap("layer.0", hidden)

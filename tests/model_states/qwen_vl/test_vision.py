@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from modelrunner.media import MediaItem
-from tests.model_states.qwen_vl.worlds import LIMITS, Loaded, film, picture
+from tests.model_states.qwen_vl.worlds import LIMITS, Loaded, film, picture, pixels_of
 
 SIZES = ((33, 70), (8, 8), (57, 40), (120, 9), (48, 48))  # width and height in pixels
 
@@ -21,17 +20,6 @@ def theirs(model: Any, pixels: torch.Tensor, grid: tuple[int, int, int]) -> torc
     return torch.cat((out.pooler_output, *(getattr(out, "deepstack_features", None) or [])), -1)
 
 
-def pixels_of(loaded: Loaded, item: MediaItem) -> torch.Tensor:
-    """An item's pixels as transformers takes them: every frame there, normalised, tokens in their own order."""
-    scale, mean, deviation = item.tensors["norm"][:, None, :, None, None]
-    pixels = (item.tensors["pixels"].float() * scale - mean) / deviation
-    pixels = pixels.expand(-1, -1, 2, -1).flatten(1)
-    if "order" not in item.tensors:
-        return pixels
-    by_token = pixels.unflatten(0, (-1, 4))
-    return torch.empty_like(by_token).index_copy_(0, item.tensors["order"], by_token).flatten(0, 1)
-
-
 def test_images_go_through_the_processor_of_transformers(pair: tuple[Any, Loaded]) -> None:
     """What reaches the tower is bit for bit what transformers' processor would have given it."""
     _, loaded = pair
@@ -41,14 +29,14 @@ def test_images_go_through_the_processor_of_transformers(pair: tuple[Any, Loaded
         size = {"shortest_edge": LIMITS["min_pixels"], "longest_edge": LIMITS["max_pixels"]}
         want = loaded.processor.images.preprocess([image], size=size, return_tensors="pt")
         assert want["image_grid_thw"].tolist() == [list(item.info["grid"])]
-        torch.testing.assert_close(pixels_of(loaded, item), want["pixel_values"], rtol=0, atol=1e-6)
+        torch.testing.assert_close(pixels_of(item), want["pixel_values"], rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_embeddings_of_an_image(size: tuple[int, int], pair: tuple[Any, Loaded]) -> None:
     model, loaded = pair
     item = loaded.processor.process("image", picture(*size), LIMITS)
-    want = theirs(model, pixels_of(loaded, item), item.info["grid"])
+    want = theirs(model, pixels_of(item), item.info["grid"])
     assert want.std() > 0.1
     torch.testing.assert_close(loaded.encode([item]), want, rtol=1e-4, atol=1e-4)
 
@@ -58,9 +46,9 @@ def test_embeddings_of_a_video(pair: tuple[Any, Loaded]) -> None:
     model, loaded = pair
     item = loaded.processor.process("video", film(5, 61, 37), {"min_pixels": 64, "max_pixels": 64 * 40})
     assert item.info["grid"][0] == 3
-    last = pixels_of(loaded, item).unflatten(1, (3, 2, -1))[-item.info["grid"][1] * item.info["grid"][2] :]
+    last = pixels_of(item).unflatten(1, (3, 2, -1))[-item.info["grid"][1] * item.info["grid"][2] :]
     assert torch.equal(last[:, :, 0], last[:, :, 1])
-    torch.testing.assert_close(loaded.encode([item]), theirs(model, pixels_of(loaded, item), item.info["grid"]), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(loaded.encode([item]), theirs(model, pixels_of(item), item.info["grid"]), rtol=1e-4, atol=1e-4)
 
 
 def test_items_together_are_what_they_are_alone(pair: tuple[Any, Loaded]) -> None:
@@ -79,7 +67,7 @@ def test_frames_are_patches_in_order(pair: tuple[Any, Loaded]) -> None:
     scale, mean, deviation = item.tensors["norm"][:, None, None, None, :].numpy()
     frames = ((video.frames.astype(np.float32) * scale - mean) / deviation).astype(np.float32)
     assert item.info["grid"] == (2, 4, 6)
-    found = pixels_of(loaded, item).numpy().reshape(2, 2, 3, 2, 2, 3, 2, 4, 4)  # time, token, patch, channel, frame, pixel
+    found = pixels_of(item).numpy().reshape(2, 2, 3, 2, 2, 3, 2, 4, 4)  # time, token, patch, channel, frame, pixel
     for time in range(2):
         for y in range(4):
             for x in range(6):

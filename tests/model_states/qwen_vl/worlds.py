@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from modelrunner.attention import AttentionBackend, BoundAttention
 from modelrunner.checkpoint import SafetensorsReader
 from modelrunner.linear import LinearFactory, PlainScheme
-from modelrunner.media import EncoderInput, MediaItem, Video
-from modelrunner.model_state import BuildContext
+from modelrunner.media import EncoderInput, Expanded, MediaBatch, MediaItem, Video
+from modelrunner.model_state import BuildContext, FullAttention
 from modelrunner.model_states import qwen_vl
 from modelrunner.model_states.qwen_vl.processor import QwenVLProcessor
 from modelrunner.model_states.qwen_vl.state import QwenVLState
@@ -115,6 +116,23 @@ class Loaded:
             self.state.encode(given, out)
         return out
 
+    def logits(self, prompt: Expanded, items: Sequence[MediaItem]) -> torch.Tensor:
+        """[tokens, vocabulary] of a whole prompt at once."""
+        count, width = len(prompt.token_ids), self.needs.hidden_size
+        hidden, slots = torch.full((count, width), torch.nan), torch.full((count,), -1)
+        starts = np.cumsum([0, *(item.num_embeddings for item in items)])
+        for run in prompt.runs:
+            slots[run.start : run.start + run.length] = torch.arange(run.length) + run.offset + int(starts[run.item])
+        backends = [WholeSequence(group, self.ops) for group in self.needs.cache_groups]
+        attention = {each.group.name: BoundAttention(each, {n: n for n in each.group.layers}, SimpleNamespace()) for each in backends}
+        positions = torch.from_numpy(self.processor.positions(prompt, items)).long() if items else torch.arange(count)
+        media = MediaBatch(self.encode(items), slots) if items else None
+        with torch.inference_mode():
+            self.state.embed(SimpleNamespace(input_ids=torch.tensor(prompt.token_ids)), hidden)
+            if media is not None:
+                self.ops.place_media(hidden, media.arena, media.slots)
+            return self.state.logits(self.state.forward(hidden, positions, attention, {}, lambda name, x: x, media=media))
+
 
 def picture(width: int, height: int, seed: int = 0) -> Any:
     """A smooth random RGB picture."""
@@ -128,3 +146,39 @@ def film(frames: int, width: int, height: int, fps: float = 2.0, seed: int = 0) 
     """A random video."""
     shots = np.stack([np.asarray(picture(width, height, 100 * seed + n)) for n in range(frames)])
     return Video(shots, fps, tuple(n / fps for n in range(frames)))
+
+
+class WholeSequence(AttentionBackend):
+    """Attention for one sequence computed at once: causal."""
+
+    def __init__(self, group: FullAttention, ops: Ops) -> None:
+        super().__init__(group, torch.empty(0), ops, torch.float32)
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, step: Any, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.group.scale, enable_gqa=True)
+        return out[0].transpose(0, 1).flatten(1)
+
+
+def inputs_of_transformers(loaded: Loaded, prompt: Expanded, items: Sequence[MediaItem]) -> dict[str, torch.Tensor]:
+    """The arguments that a transformers model takes for a prompt."""
+    ids = torch.tensor([prompt.token_ids])
+    given = {"input_ids": ids, "mm_token_type_ids": (ids == IMAGE).int() + 2 * (ids == VIDEO).int()}
+    for kind, pixels, grid in (("image", "pixel_values", "image_grid_thw"), ("video", "pixel_values_videos", "video_grid_thw")):
+        some = [item for item in items if item.kind == kind]
+        if some:
+            given |= {pixels: torch.cat([pixels_of(item) for item in some]), grid: torch.tensor([item.info["grid"] for item in some])}
+    return given
+
+
+def pixels_of(item: MediaItem) -> torch.Tensor:
+    """An item's pixels as transformers takes them: every frame there, normalised, tokens in their own order."""
+    scale, mean, deviation = item.tensors["norm"][:, None, :, None, None]
+    pixels = (item.tensors["pixels"].float() * scale - mean) / deviation
+    pixels = pixels.expand(-1, -1, 2, -1).flatten(1)
+    if "order" not in item.tensors:
+        return pixels
+    by_token = pixels.unflatten(0, (-1, 4))
+    return torch.empty_like(by_token).index_copy_(0, item.tensors["order"], by_token).flatten(0, 1)
