@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +16,7 @@ import torch
 
 from modelrunner.checkpoint import ModelCard
 from modelrunner.media import IMAGE, VIDEO, Expanded, Int32Array, MediaItem, MediaProcessor, Video
+from modelrunner.model_states.common.processing import IMAGE_FILE, MISSING_PILLOW, VIDEO_FILE, file_fields
 from modelrunner.model_states.qwen_vl.config import QwenVLConfig
 from modelrunner.model_states.qwen_vl.grids import Grid, bilinear_taps, by_token, num_tokens, patch_coordinates, token_positions, windows
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from modelrunner.text import Tokenizer
 
-IMAGE_FILE, VIDEO_FILE = "preprocessor_config.json", "video_preprocessor_config.json"
 CLIP = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))  # mean and deviation, of older checkpoints
 HALF = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
 OPTIONS = ("min_pixels", "max_pixels")
@@ -48,7 +47,7 @@ class QwenVLProcessor(MediaProcessor):
             import PIL.Image  # noqa: F401
             from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
         except ImportError as error:
-            raise ImportError(f"images and videos need Pillow ({error}): pip install 'modelrunner[multimodal]'") from error
+            raise ImportError(MISSING_PILLOW.format(error)) from error
         super().__init__()
         self.config, self.vision, self.tokenizer, self.max_embeddings = config, config.vision, tokenizer, max_embeddings
         mean, deviation = HALF if config.stamped else CLIP
@@ -231,13 +230,6 @@ def resize(frame: npt.NDArray[np.uint8], height: int, width: int) -> npt.NDArray
     if frame.shape[:2] == (height, width):
         return frame
     return np.asarray(Image.fromarray(frame).resize((width, height), Image.Resampling.BICUBIC))
-
-
-def file_fields(card: ModelCard, name: str) -> dict[str, Any]:
-    """Fields of a processor's file beside the checkpoint; none where there is no such file."""
-    folder = card.path if card.path.is_dir() else card.path.parent
-    path: Path = folder / name
-    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
 
 
 def image_limits(card: ModelCard, config: QwenVLConfig) -> tuple[int, int]:

@@ -12,11 +12,12 @@ from modelrunner.batch import Batch
 from modelrunner.checkpoint import ModelCard
 from modelrunner.media import EncoderInput, MediaBatch, MediaNeeds
 from modelrunner.model_state import BuildContext, ModelState, Needs, No, Tap, Yes
+from modelrunner.model_states.common.encoders import normalised, starts_of
 from modelrunner.model_states.dense.layers import cache_groups
 from modelrunner.model_states.qwen_vl.config import QwenVLConfig, qwen_vl_config
 from modelrunner.model_states.qwen_vl.layers import QwenVLModel
 from modelrunner.model_states.qwen_vl.processor import QwenVLProcessor, image_limits
-from modelrunner.model_states.qwen_vl.vision import Layout, starts_of
+from modelrunner.model_states.qwen_vl.vision import Layout
 from modelrunner.model_states.qwen_vl.weights import qwen_vl_weight_map
 from modelrunner.settings import RunnerSettings
 from modelrunner.text import Tokenizer
@@ -102,8 +103,7 @@ def patches_of(items: Sequence[EncoderInput], frames: int, dtype: torch.dtype) -
     """The items' pixels, normalised: [P, channels * frames * pixels of a patch]. frames: of a patch; a still image is in all of them."""
     made = []
     for item in items:
-        scale, mean, deviation = item.tensors["norm"][:, None, :, None, None]
-        pixels = (item.tensors["pixels"].float() * scale - mean) / deviation
+        pixels = normalised(item.tensors["pixels"], item.tensors["norm"])
         made.append(pixels.to(dtype).expand(-1, -1, frames, -1).flatten(1))
     return torch.cat(made)
 

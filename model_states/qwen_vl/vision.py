@@ -5,7 +5,6 @@ Dimension letters: P patches, E the tower's hidden size, D head size, M patches 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -14,6 +13,7 @@ from torch import nn
 from torch.nn.functional import embedding, gelu
 
 from modelrunner.model_state import BuildContext
+from modelrunner.model_states.common.encoders import MLP, LayerNorm
 from modelrunner.model_states.common.layers import GatedMLP, RMSNorm
 from modelrunner.model_states.qwen_vl.config import VisionConfig
 
@@ -37,25 +37,6 @@ class Layout:
     order: torch.Tensor | None = None
     taps: torch.Tensor | None = None
     weights: torch.Tensor | None = None
-
-
-class LayerNorm(nn.LayerNorm):
-    """A layer norm of the model's type."""
-
-    def __init__(self, ctx: BuildContext, size: int) -> None:
-        super().__init__(size, EPS, device=ctx.device, dtype=ctx.dtype)
-
-
-class MLP(nn.Module):
-    """down(gelu(up(x))) with biases: [P, E] -> [P, E]."""
-
-    def __init__(self, ctx: BuildContext, size: int, inner: int) -> None:
-        super().__init__()
-        self.up = ctx.linear(size, inner, bias=True)
-        self.down = ctx.linear(inner, size, bias=True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return cast(torch.Tensor, self.down(gelu(self.up(x), approximate="tanh")))
 
 
 class VisionAttention(nn.Module):
@@ -82,9 +63,9 @@ class VisionBlock(nn.Module):
     def __init__(self, ctx: BuildContext, config: VisionConfig) -> None:
         super().__init__()
         size, inner = config.hidden_size, config.intermediate_size
-        self.attention_norm = RMSNorm(ctx, size, EPS) if config.gated else LayerNorm(ctx, size)
+        self.attention_norm = RMSNorm(ctx, size, EPS) if config.gated else LayerNorm(ctx, size, EPS)
         self.attention = VisionAttention(ctx, config)
-        self.mlp_norm = RMSNorm(ctx, size, EPS) if config.gated else LayerNorm(ctx, size)
+        self.mlp_norm = RMSNorm(ctx, size, EPS) if config.gated else LayerNorm(ctx, size, EPS)
         self.mlp = GatedMLP(ctx, size, inner, bias=True) if config.gated else MLP(ctx, size, inner)
 
     def forward(self, x: torch.Tensor, cos_sin: torch.Tensor, starts: torch.Tensor, lengths: tuple[int, ...]) -> torch.Tensor:
@@ -105,7 +86,7 @@ class Merger(nn.Module):
         if config.gated:
             self.norm: nn.Module = RMSNorm(ctx, config.hidden_size, EPS)
         else:
-            self.norm = LayerNorm(ctx, self.size if norm_late else config.hidden_size)
+            self.norm = LayerNorm(ctx, self.size if norm_late else config.hidden_size, EPS)
         self.up = ctx.linear(self.size, self.size, bias=True)
         self.down = ctx.linear(self.size, width, bias=True)
 
@@ -159,9 +140,3 @@ class VisionTower(nn.Module):
         """Cosines and sines, [P, D] float32: of the pairs, the first half follows the row, the second the column (arXiv:2409.12191)."""
         angles = (coordinates.unsqueeze(-1).float() * self.frequencies).flatten(1)
         return torch.cat((angles.cos(), angles.sin()), -1)
-
-
-def starts_of(lengths: Sequence[torch.Tensor]) -> torch.Tensor:
-    """First places of segments whose lengths are on the device: [n + 1] int32."""
-    ends = torch.cat(tuple(lengths)).cumsum(0, dtype=torch.int32)
-    return torch.cat((ends.new_zeros(1), ends))

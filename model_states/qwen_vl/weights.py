@@ -9,11 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
-
-import torch
 
 from modelrunner.model_states.common.decoder_weights import HEAD_NORMS, Targets, ignored_names, layer_targets, outer_targets
+from modelrunner.model_states.common.encoder_weights import linear_targets, norm_targets
 from modelrunner.model_states.dense.weights import NORMS, biased_linears
 from modelrunner.model_states.qwen_vl.config import QwenVLConfig, VisionConfig
 from modelrunner.weights import Target, WeightMap
@@ -50,33 +48,21 @@ def spellings(name: str) -> list[str]:
 
 def vision_targets(config: VisionConfig) -> Targets:
     """Tensors of the vision tower."""
-    names: Targets = linear("visual.patch_embed.proj", "vision.embed", bias=not config.gated, flatten=True)
+    names: Targets = linear_targets("visual.patch_embed.proj", "vision.embed", bias=not config.gated, flatten=True)
     if config.position_side:
         names["visual.pos_embed.weight"] = (Target("vision.positions", kind="parameter"),)
     for block in range(config.depth):
         source, target = f"visual.blocks.{block}", f"vision.blocks.{block}"
         for name, (path, part) in {**ATTENTION, **(GATED if config.gated else UNGATED)}.items():
-            names.update(linear(f"{source}.{name}", f"{target}.{path}", part))
+            names.update(linear_targets(f"{source}.{name}", f"{target}.{path}", part))
         for name, path in (("norm1", "attention_norm"), ("norm2", "mlp_norm")):
-            names.update(norm(f"{source}.{name}", f"{target}.{path}", bias=not config.gated))
+            names.update(norm_targets(f"{source}.{name}", f"{target}.{path}", bias=not config.gated))
     mergers = {"visual.merger": "vision.merger"}
     mergers |= {f"visual.deepstack_merger_list.{place}": f"vision.stack_mergers.{place}" for place in range(len(config.deepstack))}
     for source, target in mergers.items():
         for name, path in (GATED_MERGER if config.gated else MERGER).items():
             if path == "norm":
-                names.update(norm(f"{source}.{name}", f"{target}.{path}", bias=not config.gated))
+                names.update(norm_targets(f"{source}.{name}", f"{target}.{path}", bias=not config.gated))
             else:
-                names.update(linear(f"{source}.{name}", f"{target}.{path}"))
+                names.update(linear_targets(f"{source}.{name}", f"{target}.{path}"))
     return names
-
-
-def linear(source: str, target: str, part: int | None = 0, *, bias: bool = True, flatten: bool = False) -> Targets:
-    """A product's weight and bias. flatten: the weight is that of a convolution without overlap, one line for each output."""
-    weight = Target(target, part, transform=partial(torch.flatten, start_dim=1) if flatten else None)
-    return {f"{source}.weight": (weight,), **({f"{source}.bias": (Target(target, part, "bias"),)} if bias else {})}
-
-
-def norm(source: str, target: str, *, bias: bool) -> Targets:
-    """A norm's weight, and bias if it has one."""
-    kinds = ("weight", "bias") if bias else ("weight",)
-    return {f"{source}.{kind}": (Target(f"{target}.{kind}", kind="parameter"),) for kind in kinds}
