@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
-from tests.model_states.qwen_vl.worlds import CONFIGS, Loaded, make_model
+from modelrunner.model_states import qwen_vl
+from tests.model_states.media_worlds import Loaded, make_model
+from tests.model_states.qwen_vl.worlds import CONFIGS, Digits
 
 
 @pytest.fixture(scope="session", params=sorted(CONFIGS))
@@ -15,4 +17,4 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     model = make_model(CONFIGS[request.param])
     folder = tmp_path_factory.mktemp(request.param)
     model.save_pretrained(folder)
-    return model, Loaded(folder)
+    return model, Loaded(folder, qwen_vl, Digits())

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from modelrunner.media import Expanded, MediaItem
-from tests.model_states.qwen_vl.worlds import END, IMAGE, LIMITS, START, VIDEO, Loaded, film, inputs_of_transformers, picture
+from tests.model_states.media_worlds import Loaded, film, picture
+from tests.model_states.qwen_vl.worlds import END, IMAGE, LIMITS, START, VIDEO, inputs_of_transformers
 
 IMAGE_MARK, VIDEO_MARK = [START, IMAGE, END], [START, VIDEO, END]
 TEXT = [7, 11, 40, 23, 5, 60, 31]
@@ -42,7 +43,7 @@ def test_positions(media: tuple[tuple[int, ...], ...], pair: tuple[Any, Loaded])
     """Those of transformers' get_rope_index, and the next position as well."""
     model, loaded = pair
     prompt, items = made(loaded, *media)
-    given = inputs_of_transformers(loaded, prompt, items)
+    given = inputs_of_transformers(prompt, items)
     grids = {name: given[name] for name in ("image_grid_thw", "video_grid_thw") if name in given}
     want, delta = model.model.get_rope_index(given["input_ids"], mm_token_type_ids=given["mm_token_type_ids"], **grids)
     positions = loaded.processor.positions(prompt, items)
@@ -57,7 +58,7 @@ def test_logits(media: tuple[tuple[int, ...], ...], pair: tuple[Any, Loaded]) ->
     model, loaded = pair
     prompt, items = made(loaded, *media)
     with torch.no_grad():
-        want = model(**inputs_of_transformers(loaded, prompt, items)).logits[0]
+        want = model(**inputs_of_transformers(prompt, items)).logits[0]
     assert want.std() > 0.1
     torch.testing.assert_close(loaded.logits(prompt, items), want, rtol=2e-4, atol=2e-4)
 
