@@ -296,7 +296,8 @@ def segment_attention(ops: Any, draw: Draw, dim: int, lengths: tuple[int, ...]) 
     """Queries, keys and values as an encoder has them: slices of one tensor."""
     q, k, v = draw.noise(sum(lengths), 3, HEADS, dim).unbind(1)
     starts = torch.tensor([sum(lengths[:i]) for i in range(len(lengths) + 1)], dtype=torch.int32, device=draw.device)
-    return ops.segment_attention(q, k, v, starts, lengths, scale=0.3)
+    out = ops.segment_attention(q, k, v, starts, lengths, scale=0.3)
+    return out, out.isfinite().all()
 
 
 def write_cache(ops: Any, draw: Draw, size: Size) -> Any:
