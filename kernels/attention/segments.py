@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import groupby
+from typing import cast
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -20,8 +21,8 @@ def segment_attention(
     for length, alike in groupby(lengths):
         count = sum(1 for _ in alike)
         end = begin + count * length
-        parts = (x[begin:end].unflatten(0, (count, length)).transpose(1, 2) for x in (q, k, v))
-        out[begin:end] = scaled_dot_product_attention(*parts, scale=scale).transpose(1, 2).flatten(0, 1)
+        queries, keys, values = (x[begin:end].unflatten(0, (count, length)).transpose(1, 2) for x in (q, k, v))
+        out[begin:end] = scaled_dot_product_attention(queries, keys, values, scale=scale).transpose(1, 2).flatten(0, 1)
         begin = end
     return out
 
@@ -35,5 +36,4 @@ def packed_segment_attention(
     from torch.nn.attention.varlen import varlen_attn
 
     longest = max(lengths)
-    out: torch.Tensor = varlen_attn(q, k, v, starts, starts, longest, longest, scale=scale)
-    return out
+    return cast(torch.Tensor, varlen_attn(q, k, v, starts, starts, longest, longest, scale=scale))

@@ -43,4 +43,5 @@ def normalised(pixels: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
     pixels: [P, channels, ...] uint8. norm: [3, channels] float32: scale, mean, deviation of each channel.
     """
     scale, mean, deviation = norm.view(3, 1, -1, *[1] * (pixels.dim() - 2))
-    return (pixels.float() * scale - mean) / deviation
+    wide: torch.Tensor = (pixels.float() * scale - mean) / deviation
+    return wide

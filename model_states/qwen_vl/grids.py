@@ -7,10 +7,12 @@ token is a block of merge x merge patches, both row by row. P patches, so P / me
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+Kind = TypeVar("Kind", bound=np.generic)
 Grid = tuple[int, int, int]
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
@@ -50,7 +52,7 @@ def windows(grid: Grid, merge: int, side: int) -> Windows:
     return Windows(order, np.tile(np.array([len(each) for each in cut], np.int32), frames))
 
 
-def by_token(patches: npt.NDArray[np.generic], order: Ints, merge: int) -> npt.NDArray[np.generic]:
+def by_token(patches: npt.NDArray[Kind], order: Ints, merge: int) -> npt.NDArray[Kind]:
     """`patches` [P, ...] with its tokens in another order."""
     return patches.reshape(len(order), merge**2, *patches.shape[1:])[order].reshape(patches.shape)
 

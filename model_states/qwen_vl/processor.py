@@ -82,7 +82,7 @@ class QwenVLProcessor(MediaProcessor):
         if not len(frames):
             raise ValueError("the video has no frames")
         times = list(video.timestamps) + [video.timestamps[-1]] * (-len(frames) % together)
-        height, width = self.frame_size(len(frames), *frames.shape[1:3], low, high)
+        height, width = self.frame_size(len(frames), frames.shape[1], frames.shape[2], low, high)
         grid = (len(times) // together, height // self.vision.patch_size, width // self.vision.patch_size)
         count = self.check_size(VIDEO, grid)
         resized = np.stack([resize(frame, height, width) for frame in frames])
@@ -116,7 +116,7 @@ class QwenVLProcessor(MediaProcessor):
         info: dict[str, Any] = {"grid": grid, "interval": interval}
         if vision.window:
             cut = windows(grid, vision.merge, vision.window)
-            pixels, coordinates = (by_token(each, cut.order, vision.merge) for each in (pixels, coordinates))
+            pixels, coordinates = by_token(pixels, cut.order, vision.merge), by_token(coordinates, cut.order, vision.merge)
             arrays |= {"order": cut.order, "windows": cut.lengths * vision.merge**2}
             info["windows"] = arrays["windows"].tolist()
         arrays |= {"pixels": pixels, "coordinates": coordinates.astype(np.int32)}

@@ -60,7 +60,8 @@ class QwenVLState(ModelState):
 
     def supports(self, feature: str) -> Yes | No:
         if feature == "prompt_embeds":
-            return No("a token of these models is known by its position in an image too, which no embedding tells")
+            deep = self.config.vision.deepstack
+            return No("layers after the first take features of images too, which no embedding tells") if deep else Yes()
         return Yes() if feature in FEATURES else No(f"Qwen-VL models know nothing of {feature!r}")
 
     def weight_map(self, card: ModelCard) -> WeightMap:
