@@ -134,7 +134,7 @@ class Lab:
     def run(
         self,
         engine: Engine,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[Sequence[int] | Mapping[str, Any]],
         probe: Callable[[Driver, EngineProbe], None] | None = None,
         max_tokens: int | None = None,
     ) -> list[list[int]]:

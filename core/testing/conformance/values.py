@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 READERS = ("_local_scalar_dense", "equal", "is_nonzero")
 SHAPED_BY_DATA = ("nonzero", "masked_select", "unique_consecutive", "_unique", "_unique2", "unique_dim", "bincount")
 HOST_COPIES = ("tolist", "numpy", "cpu", "__array__")
-DEVICE_METHODS = ("before_forward", "embed", "positions", "forward", "logits")
+DEVICE_METHODS = ("before_forward", "embed", "positions", "forward", "logits", "encode")
 
 
 class ValueAsked(AssertionError):
@@ -74,9 +74,9 @@ def forbid_values(engine: Engine) -> None:
     state = engine.assembly.state
 
     def guarded(method: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*arguments: Any) -> Any:
+        def run(*arguments: Any, **options: Any) -> Any:
             with no_host_copies(), NoValues():  # type: ignore[no-untyped-call]
-                return method(*arguments)
+                return method(*arguments, **options)
 
         return run
 
