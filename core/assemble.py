@@ -23,6 +23,8 @@ from modelrunner.grammar import GrammarBackend, vocabulary
 from modelrunner.graphs import capture_problem, decode_buckets, token_buckets
 from modelrunner.guides import COLUMN, Guides
 from modelrunner.linear import LinearFactory
+from modelrunner.media_setup import FIRST_EMBEDDINGS, MediaParts, open_media
+from modelrunner.media_steps import DELTA
 from modelrunner.model_state import BuildContext, ModelState, Needs, No, Yes, required_features
 from modelrunner.observers import Observer
 from modelrunner.ops import Ops, Registry
@@ -111,6 +113,7 @@ class Assembly:
     scales: CacheScales
     runner: Runner
     observers: list[tuple[str, Observer]]
+    media: MediaParts
 
 
 def assemble(arguments: Mapping[str, Any], plugins: Sequence[object] = ()) -> Assembly:
@@ -143,17 +146,22 @@ def assemble(arguments: Mapping[str, Any], plugins: Sequence[object] = ()) -> As
     guides = make_guides(choose, card, tokenizer, needs.vocab_size)
     maker = CacheMaker(device, ops, settings, layouts, page_bytes, dtype, cache_dtype, attending, max_model_len, scales)
     cache, memory = maker.make_first(), ""
+    with blaming(f"the arena of media of model_state {choose.chosen['model_state']}"):
+        media = open_media(state, needs, settings, device, dtype, tokenizer, max_model_len)
     columns = [*core_columns(layouts, max_model_len), *sampler.columns(settings, needs.vocab_size), *needs.columns]
+    columns += [DELTA] if media.front.facts.position_rows > 1 and media.encoder is not None else []
     with blaming(f"the request table with the columns of model_state {choose.chosen['model_state']}"):
         capacity = patch_capacity(settings, layouts, columns, masks=not guides.problem)
         table = RequestTable(columns, settings.scheduler.max_rows, device.torch_device, capacity)
-    parts = Parts(device, ops, state, needs, dtype, sampler, table, layouts, cache.views, cache.backends, taps)
+    parts = Parts(device, ops, state, needs, dtype, sampler, table, layouts, cache.views, cache.backends, taps, media.arena)
     with blaming("the runner with the buffers of a step"):
         runner = make_runner(parts, settings, max_model_len)
     with blaming(f"the first step of model_state {choose.chosen['model_state']}"):
+        if media.encodes:
+            media.try_out(FIRST_EMBEDDINGS)
         runner.warm_up()
         if maker.measured:
-            cache, use = maker.enlarge(runner)
+            cache, use = maker.enlarge(runner, media.try_out if media.encodes else None)
             memory = str(use)
         graphs = runner.capture()
     resolved = Resolved(
@@ -170,7 +178,7 @@ def assemble(arguments: Mapping[str, Any], plugins: Sequence[object] = ()) -> As
     )
     observers = collect_objects(manager, "observer", settings=settings)
     parts_of = (manager, settings, resolved, card, tokenizer, device, needs, state, sampler, taps, guides)
-    return Assembly(*parts_of, table, tuple(layouts), cache.arena, scales, runner, observers)
+    return Assembly(*parts_of, table, tuple(layouts), cache.arena, scales, runner, observers, media)
 
 
 @contextmanager

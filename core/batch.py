@@ -49,6 +49,7 @@ class Feature(IntFlag):
     ALL_LOGPROBS = 1 << 33  # of the whole vocabulary; goes with LOGPROBS
     PROMPT_LOGPROBS = 1 << 34  # the same at the positions of the prompt
     ALL_PROMPT_LOGPROBS = 1 << 35  # goes with PROMPT_LOGPROBS
+    MEDIA = 1 << 36  # of the body: some token takes its embedding from the arena of media, or stands before one that does
 
 
 PROCESSOR_BIT = 1 << 40  # the first one stands for Python functions, each of the next for a logits processor
@@ -108,6 +109,15 @@ class Prompts:
 
 
 @dataclass(frozen=True)
+class StepMedia:
+    """What the tokens of a step, [T] in batch order, read of media. lines: [T] int32 of the arena, -1 for tokens of text. positions:
+    [position_rows, T] int32, -1 for a token whose position follows from its index; None where all do."""
+
+    lines: Int32Array
+    positions: Int32Array | None
+
+
+@dataclass(frozen=True)
 class Plan:
     """What the host decided for one step. Decode rows (1 + num_draft query tokens) come first, then prefill chunks.
 
@@ -116,7 +126,7 @@ class Plan:
     features: union over rows. patch: applied before anything else. num_draft: k of the step.
     row_features: [N] int64, those of each row, where the host must know them (`UNCAPTURED`); else None.
     prompt_lengths: [N - num_decode] int32 computed + query tokens of the rows that do not decode, exact; None in plans that start-up makes
-    up and of steps that are repeated.
+    up and of steps that are repeated. media: None unless features has MEDIA.
     """
 
     step: int
@@ -133,6 +143,7 @@ class Plan:
     num_draft: int = 0
     row_features: Int64Array | None = None
     prompt_lengths: Int32Array | None = None
+    media: StepMedia | None = None
 
     @property
     def num_rows(self) -> int:

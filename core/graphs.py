@@ -23,11 +23,12 @@ from modelrunner.step_buffers import Buckets, Shape
 KINDS = (Feature.GREEDY, Feature.PLAIN)  # tails of decode steps captured at start-up; others on their second use
 # Features of tails that can be captured, beside those of logits processors: not those of taps, nor of log-probs of prompts and of whole
 # vocabularies.
-CAPTURED = Feature.PLAIN | Feature.FILTERED | EDITED | Feature.LOGPROBS
+CAPTURED = Feature.PLAIN | Feature.FILTERED | EDITED | Feature.LOGPROBS | Feature.MEDIA
 
 
 class Key(NamedTuple):
-    """What tells one graph from another. size: padded query tokens of a body, padded rows of a tail or of a step of decode rows."""
+    """What tells one graph from another. size: padded query tokens of a body, padded rows of a tail or of a step of decode rows. features:
+    of the tail; of a body GREEDY or MEDIA."""
 
     part: Literal["step", "body", "tail"]
     size: int
@@ -86,14 +87,21 @@ class StepGraphs:
     """Keeps a closure, and once it is captured a replay, for each key. `run` is called where the step's work runs: in stream order."""
 
     def __init__(
-        self, device: Device, buckets: Buckets, make: Callable[[Key], Callable[[], None]], reason: str = "", features: Feature = CAPTURED
+        self,
+        device: Device,
+        buckets: Buckets,
+        make: Callable[[Key], Callable[[], None]],
+        reason: str = "",
+        features: Feature = CAPTURED,
+        bodies: Sequence[Feature] = (Feature.GREEDY,),
     ) -> None:
         """buckets: shapes that may be captured. make: builds the closure of a key. reason: why nothing is to be captured. features: those
-        that a captured step may have."""
+        that a captured step may have. bodies: the kinds of bodies that start-up captures."""
         self.device = device
         self.reason = reason
         self._rows, self._tokens = ((), ()) if reason else (tuple(buckets.rows), tuple(buckets.tokens))
         self._make = make
+        self._bodies = tuple(bodies)
         self._uncaptured = ~int(features)
         self._closures: dict[Key, Callable[[], None]] = {}
         self._replays: dict[Key, Callable[[], None]] = {}
@@ -106,7 +114,7 @@ class StepGraphs:
     @property
     def count(self) -> int:
         """Graphs that start-up captures."""
-        return len(self._tokens) + len(self._rows) * len(KINDS)
+        return len(self._tokens) * len(self._bodies) + len(self._rows) * len(KINDS)
 
     @property
     def captured(self) -> list[Key]:
@@ -117,12 +125,16 @@ class StepGraphs:
         """The graphs that run `plan`, padded to `shape`, one after the other; none for a step that is not captured."""
         if plan.num_draft or int(plan.features) & self._uncaptured:
             return ()
-        features = plan.features | EDITED if plan.features & EDITED else plan.features  # one graph edits all that a row may ask for
+        media = plan.features & Feature.MEDIA
+        features = plan.features & ~Feature.MEDIA
+        features = features | EDITED if features & EDITED else features  # one graph edits all that a row may ask for
         if plan.num_decode == plan.num_rows:
+            if media:  # the last token of a prompt is one of media: too rare for a graph
+                return ()
             return (Key("step", shape.num_rows, features),) if shape.num_rows in self._rows else ()
         if shape.num_tokens not in self._tokens:
             return ()
-        return Key("body", shape.num_tokens), Key("tail", shape.tail_rows, features)
+        return Key("body", shape.num_tokens, media), Key("tail", shape.tail_rows, features)
 
     def run(self, key: Key) -> None:
         """D. Run the step of `key` on the inputs that are staged."""
@@ -152,7 +164,7 @@ class StepGraphs:
         if self.reason:
             return GraphReport(reason=self.reason)
         began, free = time.monotonic(), self.device.memory()[0]
-        bodies = [Key("body", tokens) for tokens in reversed(self._tokens)]
+        bodies = [Key("body", tokens, kind) for tokens in reversed(self._tokens) for kind in self._bodies]
         steps = [Key("step", rows, features) for rows in reversed(self._rows) for features in KINDS]
         for key in progress(bodies + steps):
             stage(key)

@@ -11,8 +11,10 @@ Everything here but `EncoderInput` and `MediaBatch` is of the host, and can be s
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -27,6 +29,7 @@ BoolArray = npt.NDArray[np.bool_]
 
 IMAGE, VIDEO = "image", "video"
 KINDS = (IMAGE, VIDEO)
+EMBEDS = "embeds"  # items of prompt embeddings, which no encoder makes
 
 
 @dataclass(frozen=True)
@@ -176,7 +179,7 @@ class MediaBatch:
     """D. The media of a step: where each of its T tokens finds its embedding. Only steps of the `media` kind have one: those that compute a
     token before the end of its request's last run.
 
-    arena: [lines, (1 + features) * H], in the model's dtype, never moves. slots: [T] int64, the token's line, -1 for a token of text.
+    arena: [lines, (1 + features) * H], in the model's dtype, never moves. slots: [T] int32, the token's line, -1 for a token of text.
     Read it by the operations `place_media` (core's, after `embed`) and `add_media`.
     """
 
@@ -198,8 +201,8 @@ def runs_of(embedded: BoolArray, start: int, item: int) -> list[MediaRun]:
 class RequestMedia:
     """The media of a request, as the engine keeps it until the request ends.
 
-    items: in the order of the prompt. runs: see `Expanded`. positions: see `MediaProcessor.positions`. The prompt is prompt embeddings if
-    `is_embeds`: items of kind `embedding` that need no encoder (see `prompt_embeds`).
+    items: in the order of their runs. runs: see `Expanded`. positions: see `MediaProcessor.positions`. is_embeds: the whole prompt is embeddings
+    that the caller gave.
     """
 
     items: tuple[MediaItem, ...]
@@ -207,10 +210,24 @@ class RequestMedia:
     positions: Int32Array | None = None
     is_embeds: bool = False
 
+    @cached_property
+    def starts(self) -> list[int]:
+        """First token of each item that takes an embedding."""
+        return [min(run.start for run in self.runs if run.item == number) for number in range(len(self.items))]
+
+    @cached_property
+    def ends(self) -> list[int]:
+        """Tokens up to the end of each item's last run."""
+        return [max(run.start + run.length for run in self.runs if run.item == number) for number in range(len(self.items))]
+
     @property
     def end(self) -> int:
         """Tokens up to the end of the last run."""
-        return self.runs[-1].start + self.runs[-1].length
+        return self.ends[-1]
+
+    def first_needed(self, computed: int) -> int:
+        """The first item that computing the tokens from `computed` on reads; the number of items if there is none."""
+        return bisect_right(self.ends, computed)
 
     @property
     def delta(self) -> int:
@@ -219,6 +236,7 @@ class RequestMedia:
 
 
 __all__ = [
+    "EMBEDS",
     "IMAGE",
     "KINDS",
     "VIDEO",

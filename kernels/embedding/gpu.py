@@ -23,7 +23,7 @@ def _build(weight: str, out: str, width: int, block: int) -> Build:
 
 
 def _media(dtype: str, add: bool, width: int, block: int) -> Build:
-    types = {"out_ptr": dtype, "arena_ptr": dtype, "slots_ptr": "*i64", "out_stride": "i32", "arena_stride": "i32"}
+    types = {"out_ptr": dtype, "arena_ptr": dtype, "slots_ptr": "*i32", "out_stride": "i32", "arena_stride": "i32"}
     constants = {"ADD": add, "WIDTH": width, "BLOCK": block, "PDL": True}
     return Build(media_kernel, types, constants, divisible=("out_stride", "arena_stride"))
 

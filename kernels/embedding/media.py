@@ -22,7 +22,7 @@ def media_kernel(
         gdc_launch_dependents()
         gdc_wait()
     token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots_ptr + token)
+    slot = tl.load(slots_ptr + token).to(tl.int64)
     if slot >= 0:
         place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         value = tl.load(arena_ptr + slot * arena_stride + place, mask=place < WIDTH)

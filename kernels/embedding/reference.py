@@ -15,7 +15,7 @@ def embedding(ids: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> Non
 
 def place_media(out: torch.Tensor, arena: torch.Tensor, slots: torch.Tensor) -> None:
     """out[t] = arena[slots[t], :H] where slots[t] >= 0, in place; other lines stay. out: [T, H]. arena: [S, W], W >= H, any dtype.
-    slots: [T] int64, less than S."""
+    slots: [T] int32, less than S."""
     H = out.shape[1]
     lines = arena[:, :H].index_select(0, slots.clamp(min=0)).to(out.dtype)
     out.copy_(torch.where(slots.unsqueeze(1) >= 0, lines, out))

@@ -42,7 +42,7 @@ def test_a_weight_by_columns() -> None:
 @pytest.mark.parametrize("op", ["place_media", "add_media"])
 def test_media_by_columns(op: str) -> None:
     """Memory whose elements of a line do not lie side by side."""
-    arena, slots = torch.randn(8, 9, device=DEVICE).t(), torch.tensor([3, -1], device=DEVICE)
+    arena, slots = torch.randn(8, 9, device=DEVICE).t(), torch.tensor([3, -1], dtype=torch.int32, device=DEVICE)
     outs = [torch.ones(4, 2, device=DEVICE).t() for _ in range(2)]
     for functions, out in zip((OVERRIDES, REFERENCES), outs, strict=True):
         functions[op](out, arena, slots, *([4] if op == "add_media" else []))

@@ -98,9 +98,9 @@ def embedding(ops: Any, draw: Draw, tokens: int) -> Any:
 
 def arena_of(draw: Draw, tokens: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
     """An arena of media, NaN in the lines that nobody may read, and a line for about half of the tokens."""
-    slots = torch.where(draw.uniform(tokens) > 0.5, draw.integers(0, 50, tokens), -1)
+    slots = torch.where(draw.uniform(tokens) > 0.5, draw.integers(0, 50, tokens, dtype=torch.int32), -1)
     arena = draw.noise(50, width)
-    unread = torch.ones(50, dtype=torch.bool, device=draw.device).index_fill_(0, slots[slots >= 0], False)
+    unread = torch.ones(50, dtype=torch.bool, device=draw.device).index_fill_(0, slots[slots >= 0].long(), False)
     return arena.masked_fill_(unread[:, None], torch.nan), slots
 
 
