@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 from modelrunner.attention import AttentionBackend, BoundAttention
 from modelrunner.checkpoint import SafetensorsReader
 from modelrunner.linear import LinearFactory, PlainScheme
-from modelrunner.media import EncoderInput, Expanded, MediaBatch, MediaItem, Video
+from modelrunner.media import EncoderInput, Expanded, MediaBatch, MediaItem
 from modelrunner.model_state import BuildContext, FullAttention
 from modelrunner.offers import Offer
 from modelrunner.ops import Ops, Registry
@@ -92,20 +92,6 @@ class Loaded:
             return self.state.logits(self.state.forward(hidden, positions, attention, {}, lambda name, x: x, media=media))
 
 
-def picture(width: int, height: int, seed: int = 0) -> Any:
-    """A smooth random RGB picture."""
-    from PIL import Image
-
-    coarse = np.random.default_rng(seed).integers(0, 256, (max(2, height // 6), max(2, width // 6), 3), np.uint8)
-    return Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
-
-
-def film(frames: int, width: int, height: int, fps: float = 2.0, seed: int = 0) -> Video:
-    """A random video."""
-    shots = np.stack([np.asarray(picture(width, height, 100 * seed + n)) for n in range(frames)])
-    return Video(shots, fps, tuple(n / fps for n in range(frames)))
-
-
 class WholeSequence(AttentionBackend):
     """Attention for one sequence computed at once: causal."""
 
@@ -118,3 +104,22 @@ class WholeSequence(AttentionBackend):
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
         out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.group.scale, enable_gqa=True)
         return out[0].transpose(0, 1).flatten(1)
+
+
+class SmallTokenizer:
+    """A tokenizer of tests: `encode` is given, other text nobody asks for."""
+
+    vocab_size = 97
+    eos_token_ids = (2,)
+
+    def __init__(self, encode: Callable[[str], list[int]]) -> None:
+        self._encode = encode
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return self._encode(text)
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return "".join(f"{token} " for token in ids)
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> list[int]:
+        raise NotImplementedError("no chat in these tests")

@@ -14,7 +14,8 @@ import torch
 from modelrunner.media import MediaItem
 from modelrunner.model_states import idefics3
 from modelrunner.model_states.idefics3.config import idefics3_config
-from tests.model_states.media_worlds import Loaded, film, make_model, picture
+from modelrunner.testing.conformance.media import film, picture
+from tests.model_states.media_worlds import Loaded, SmallTokenizer, make_model
 
 IMAGE = 90
 TEXT = {
@@ -38,13 +39,11 @@ SIDES = {"idefics3": 24, "smolvlm": 40}
 IDS = [5, 17, 40, 23, 60, 31]
 
 
-class Tags:
-    """A tokenizer for text between tiles: a token for each tag, one for each run of line ends."""
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        parts = re.findall(r"<[^>]*>|\n+", text)
-        assert "".join(parts) == text
-        return [IMAGE if part == "<image>" else 64 + sum(part.encode()) % 20 for part in parts]
+def tags(text: str) -> list[int]:
+    """Ids of text between tiles: one for each tag, and one for each run of line ends."""
+    parts = re.findall(r"<[^>]*>|\n+", text)
+    assert "".join(parts) == text
+    return [IMAGE if part == "<image>" else 64 + sum(part.encode()) % 20 for part in parts]
 
 
 @pytest.fixture(scope="module", params=sorted(SIDES))
@@ -55,7 +54,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     side = SIDES[request.param]
     sizes = {"size": {"longest_edge": 3 * side}, "max_image_size": {"longest_edge": side}}
     (folder / "preprocessor_config.json").write_text(json.dumps(sizes))
-    return model, Loaded(folder, idefics3, Tags())
+    return model, Loaded(folder, idefics3, SmallTokenizer(tags))
 
 
 def pixels_of(loaded: Loaded, item: MediaItem) -> torch.Tensor:
@@ -101,11 +100,11 @@ def test_the_text_between_tiles(splitting: bool, pair: tuple[Any, Loaded]) -> No
     item = loaded.processor.process("image", picture(100, 61), {"do_image_splitting": splitting})
     rows, columns = (2, 3) if splitting else (0, 0)
     count = loaded.state.config.vision.tokens
-    tags = {"fake_image_token": "<fake_token_around_image>", "image_token": "<image>", "image_seq_len": count}
-    theirs: Any = SimpleNamespace(**tags, global_image_tag="<global-img>", global_image_token="<global-img>")
+    names = {"fake_image_token": "<fake_token_around_image>", "image_token": "<image>", "image_seq_len": count}
+    theirs: Any = SimpleNamespace(**names, global_image_tag="<global-img>", global_image_token="<global-img>")
     kind: Any = SmolVLMProcessor if loaded.state.config.smol else Idefics3Processor
     text = kind.replace_image_token(theirs, {"rows": [[rows]], "cols": [[columns]]}, 0)
-    assert list(item.tokens) == Tags().encode(text)
+    assert list(item.tokens) == tags(text)
     assert item.num_embeddings == count * (7 if splitting else 1) == item.embedded.sum()
     prompt = loaded.processor.expand([5, IMAGE, 6], [item])
     assert [run.length for run in prompt.runs] == [count] * (7 if splitting else 1)

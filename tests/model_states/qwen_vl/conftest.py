@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from modelrunner.model_states import qwen_vl
-from tests.model_states.media_worlds import Loaded, make_model
-from tests.model_states.qwen_vl.worlds import CONFIGS, Digits
+from tests.model_states.media_worlds import Loaded, SmallTokenizer, make_model
+from tests.model_states.qwen_vl.worlds import CONFIGS, digits
 
 
 @pytest.fixture(scope="session", params=sorted(CONFIGS))
@@ -17,4 +17,4 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     model = make_model(CONFIGS[request.param])
     folder = tmp_path_factory.mktemp(request.param)
     model.save_pretrained(folder)
-    return model, Loaded(folder, qwen_vl, Digits())
+    return model, Loaded(folder, qwen_vl, SmallTokenizer(digits))

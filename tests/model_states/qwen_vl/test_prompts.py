@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from modelrunner.media import Expanded, MediaItem
-from tests.model_states.media_worlds import Loaded, film, picture
+from modelrunner.testing.conformance.media import film, picture
+from tests.model_states.media_worlds import Loaded
 from tests.model_states.qwen_vl.worlds import END, IMAGE, LIMITS, START, VIDEO, inputs_of_transformers
 
 IMAGE_MARK, VIDEO_MARK = [START, IMAGE, END], [START, VIDEO, END]

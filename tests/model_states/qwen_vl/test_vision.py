@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.model_states.media_worlds import Loaded, film, picture
+from modelrunner.testing.conformance.media import film, picture
+from tests.model_states.media_worlds import Loaded
 from tests.model_states.qwen_vl.worlds import LIMITS, pixels_of
 
 SIZES = ((33, 70), (8, 8), (57, 40), (120, 9), (48, 48))  # width and height in pixels

@@ -43,11 +43,9 @@ CONFIGS = {"qwen2.5": OLDER, "qwen3": NEWER}
 LIMITS = {"min_pixels": 64, "max_pixels": 64 * 60}  # of images and frames in the tests
 
 
-class Digits:
-    """A tokenizer for time stamps: a token for each character."""
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return [10 + ord(character) % 60 for character in text]
+def digits(text: str) -> list[int]:
+    """Ids of time stamps: one for each character."""
+    return [10 + ord(character) % 60 for character in text]
 
 
 def inputs_of_transformers(prompt: Expanded, items: Sequence[MediaItem]) -> dict[str, torch.Tensor]:
