@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,60 +9,20 @@ import numpy as np
 import pytest
 import torch
 
-from modelrunner.media import MediaItem
 from modelrunner.model_states import idefics3
 from modelrunner.model_states.idefics3.config import idefics3_config
 from modelrunner.testing.conformance.media import film, picture
-from tests.model_states.media_worlds import Loaded, SmallTokenizer, make_model
+from tests.model_states.idefics3.worlds import IMAGE, SIDES, TEXT, VISION, inputs_of_transformers, pixels_of, tags, write
+from tests.model_states.media_worlds import Loaded, SmallTokenizer
 
-IMAGE = 90
-TEXT = {
-    "model_type": "llama",
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.15,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-VISION = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 2, "image_size": 24, "patch_size": 4}
-CONFIG = {"text_config": TEXT, "vision_config": {**VISION, "initializer_range": 0.15}, "scale_factor": 2, "image_token_id": IMAGE}
-# Tiles of the table's size, and larger ones, whose positions are looked up in between. An image is up to three tiles wide.
-SIDES = {"idefics3": 24, "smolvlm": 40}
 IDS = [5, 17, 40, 23, 60, 31]
-
-
-def tags(text: str) -> list[int]:
-    """Ids of text between tiles: one for each tag, and one for each run of line ends."""
-    parts = re.findall(r"<[^>]*>|\n+", text)
-    assert "".join(parts) == text
-    return [IMAGE if part == "<image>" else 64 + sum(part.encode()) % 20 for part in parts]
 
 
 @pytest.fixture(scope="module", params=sorted(SIDES))
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Loaded]:
-    model = make_model({**CONFIG, "model_type": request.param})
     folder = tmp_path_factory.mktemp(request.param)
-    model.save_pretrained(folder)
-    side = SIDES[request.param]
-    sizes = {"size": {"longest_edge": 3 * side}, "max_image_size": {"longest_edge": side}}
-    (folder / "preprocessor_config.json").write_text(json.dumps(sizes))
+    model = write(request.param, folder)
     return model, Loaded(folder, idefics3, SmallTokenizer(tags))
-
-
-def pixels_of(loaded: Loaded, item: MediaItem) -> torch.Tensor:
-    """[1, tiles, channels, side, side], normalised."""
-    vision = loaded.state.config.vision
-    scale, mean, deviation = item.tensors["norm"][:, None, :, None]
-    pixels = (item.tensors["pixels"].float() * scale - mean) / deviation
-    across, patch = vision.patches_across, vision.patch_size
-    tiles = pixels.view(-1, across, across, 3, patch, patch).permute(0, 3, 1, 4, 2, 5)
-    return tiles.reshape(1, -1, 3, vision.side, vision.side)
 
 
 SIZES = ((100, 61), (30, 90), (24, 24), (120, 9))
@@ -77,7 +35,7 @@ def test_an_image(size: tuple[int, int], pair: tuple[Any, Loaded]) -> None:
     image = picture(*size)
     item = loaded.processor.process("image", image, {})
     want = loaded.processor.images.preprocess([[image]], return_tensors="pt")
-    torch.testing.assert_close(pixels_of(loaded, item), want["pixel_values"], rtol=0, atol=1e-6)
+    torch.testing.assert_close(pixels_of(item), want["pixel_values"], rtol=0, atol=1e-6)
     with torch.no_grad():
         features = torch.cat(model.model.get_image_features(want["pixel_values"], want["pixel_attention_mask"]).pooler_output)
     assert features.std() > 0.05
@@ -117,9 +75,8 @@ def test_logits(pair: tuple[Any, Loaded]) -> None:
     pictures = [picture(30, 90, 1), picture(100, 61, 2)]
     items = [loaded.processor.process("image", image, {}) for image in pictures]
     prompt = loaded.processor.expand([*IDS[:3], IMAGE, *IDS, IMAGE, *IDS[:4]], items)
-    pixels = torch.cat([pixels_of(loaded, item) for item in items], 1)
     with torch.no_grad():
-        want = model(input_ids=torch.tensor([prompt.token_ids]), pixel_values=pixels).logits[0]
+        want = model(**inputs_of_transformers(prompt, items)).logits[0]
     assert want.std() > 0.1
     torch.testing.assert_close(loaded.logits(prompt, items), want, rtol=2e-4, atol=2e-4)
 
