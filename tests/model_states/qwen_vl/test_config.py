@@ -176,22 +176,20 @@ def test_limits_come_from_the_files_beside_the_checkpoint(tmp_path: Path) -> Non
 
 
 def test_both_spellings_of_a_checkpoint(pair: tuple[Any, Loaded], tmp_path: Path) -> None:
-    """`visual.*` and `model.layers.*` as they were published first load the same weights as transformers' names of today."""
+    """`visual.*` with `model.*`, and `model.visual.*` with `model.language_model.*`: the one that transformers did not write loads the same."""
     from safetensors.torch import load_file, save_file
 
     _, loaded = pair
-    tensors = {}
-    for file in loaded.card.path.glob("*.safetensors"):
-        tensors |= load_file(file)
-    today = {"model.visual.": "visual.", "model.language_model.": "model."}
-    older = {}
+    tensors = {name: tensor for file in loaded.card.path.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    older = any(name.startswith("visual.") for name in tensors)
+    pairs = [("visual.", "model.visual."), ("model.", "model.language_model.")]
+    changes = pairs if older else [(new, old) for old, new in pairs]
+    other = {}
     for name, tensor in tensors.items():
-        prefix = next((prefix for prefix in today if name.startswith(prefix)), "")
-        older[today.get(prefix, "") + name.removeprefix(prefix)] = tensor
-    spelt = {name.split(".")[0] for name in tensors}, {".".join(name.split(".")[:2]) for name in older}
-    assert spelt[0] <= {"model", "lm_head"}
-    assert spelt[1] >= {"visual.blocks", "model.layers", "lm_head.weight"}
-    save_file(older, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        old, new = next(((old, new) for old, new in changes if name.startswith(old)), ("", ""))
+        other[new + name.removeprefix(old)] = tensor
+    assert tensors.keys() & other.keys() <= {"lm_head.weight"}
+    save_file(other, tmp_path / "model.safetensors", metadata={"format": "pt"})
     (tmp_path / "config.json").write_bytes((loaded.card.path / "config.json").read_bytes())
     again = Loaded(tmp_path, qwen_vl, SmallTokenizer(digits))
     for name, tensor in loaded.state.module.state_dict().items():
