@@ -34,6 +34,7 @@ class StateCase:
     settings: ClassVar[Mapping[str, Any]] = {}
     page_size: ClassVar[int] = 4
     max_tokens: ClassVar[int] = 16
+    tokenizer: ClassVar[bool] = False
     tolerance: ClassVar[float] = 1e-4
 
     def tiny_config(self) -> Mapping[str, Any]:
