@@ -20,7 +20,7 @@ help:
 	@echo "make demo    install, and let a small real language model complete a prompt (make demo PROMPT='...')"
 	@echo "make test    install, and check everything in the tree: lint, imports, types, unit"
 	@echo "make lint | imports | types | unit    one part of it"
-	@echo "make gpu     on a machine with a GPU: its tests, then its benchmarks (PARTS='tests small large host startup')"
+	@echo "make gpu     on a machine with a GPU: its tests, then its benchmarks (PARTS='tests small large host sampling startup')"
 	@echo "make format  let ruff format the code"
 	@echo "make wheel   build dist/modelrunner-*.whl"
 	@echo "make clean   remove .venv and everything that was built"

@@ -56,6 +56,12 @@ PROCESSOR_BIT = 1 << 40  # the first one stands for Python functions, each of th
 EDITED = Feature.ALLOWED | Feature.BIASED | Feature.KEPT_GOING | Feature.BANNED | Feature.PENALISED  # logits change before the draw
 
 
+def as_built(features: Feature) -> Feature:
+    """What a tail with `features` is built for: every edit of logits, if one of them is asked for, as tails and kernels of each mixture
+    would be too many; but allow lists alone, those of structured output above all, which leave the logits in their own type."""
+    return features | EDITED if features & EDITED & ~Feature.ALLOWED else features
+
+
 PROMPT = Feature.PROMPT_LOGPROBS | Feature.ALL_PROMPT_LOGPROBS  # what a row asks for until its prompt is computed
 LOGGED = int(PROMPT | Feature.LOGPROBS)  # a step with any of these has log-probs to send
 UNCAPTURED = PROMPT | Feature.ALL_LOGPROBS  # the host must know which rows ask, so no graph does it

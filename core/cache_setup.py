@@ -119,8 +119,8 @@ class CacheMaker:
         return cache, use
 
     def measure(self, runner: Runner, encode: Callable[[], None] | None = None) -> MemoryUse:
-        """Run the largest step, and the largest one that will be captured, and count what they take; what runs beside a step shares no memory
-        with it."""
+        """Run the largest step, and the largest one that will be captured, and count what they take; what runs beside a step shares no
+        memory with it."""
         device, settings = self.device, self.settings
         tokens, rows = settings.scheduler.max_batched_tokens, settings.scheduler.max_rows
         free, total = device.memory()

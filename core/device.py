@@ -87,9 +87,9 @@ class Device(ABC):
         """Enqueue on the side stream, after all work launched so far: copy `source()` (any dtype, contiguous) to the start of `target`."""
 
     def launch_side(self, work: Callable[[], None]) -> SideEvent:
-        """Enqueue `work` on a stream of its own, beside the steps, where such work runs in order. May be called with any work that reads and
-        writes nothing that a step touches meanwhile; what `work` reads must stay unchanged until it is done. It may allocate, and may wait
-        for copies of its own; the caller never waits.
+        """Enqueue `work` on a stream of its own, beside the steps, where such work runs in order. It reads and writes nothing that a step
+        touches meanwhile; what it reads must stay unchanged until it is done. It may allocate, and wait for copies of its own; the caller
+        never waits.
 
         Steps that are launched after `done()` see what it wrote. Without a side stream it runs in the compute stream, before them.
         """

@@ -18,8 +18,8 @@ from modelrunner.media import Int32Array
 
 @dataclass(eq=False)
 class Entry:
-    """An item in the arena. lines: [num_embeddings] int32. owners: rows that may still read it, and the encoding that writes it. ready: it is
-    encoded. lost: nobody may find it any more."""
+    """An item in the arena. lines: [num_embeddings] int32. owners: rows that may still read it, and the encoding that writes it. ready: it
+    is encoded. lost: nobody may find it any more."""
 
     key: bytes
     lines: Int32Array
@@ -98,7 +98,10 @@ class EncoderArena:
         return self.capacity - self.available()
 
     def check(self, owners: Counter[int]) -> None:
-        """Raise AssertionError unless every line is free or in one entry, and every entry has the owners that it should. owners: by id()."""
+        """Raise AssertionError unless every line is free or in one entry, and every entry has the owners that it should.
+
+        owners: how many there are by the entry's id().
+        """
         entries = {id(e): e for e in self._entries.values()}
         lines = [e.lines for e in entries.values()]
         lost = [key for key in owners if key not in entries]

@@ -5,8 +5,8 @@ item that is not encoded yet; a request whose next token needs one has no row an
 or more before they are needed, several at a time, those of rows first, then those of waiting requests in the order of the queue.
 
 Nothing can wait for ever. A row owns items in the order in which it computes them, so it always can compute those that it owns, and gives
-them up when committed tokens are past them. A request without a row owns nothing: what was encoded for it is given up for rows, and for those
-before it in the queue. An item that could never be encoded is refused at the door.
+them up when committed tokens are past them. A request without a row owns nothing: what was encoded for it is given up for rows, and for
+those before it in the queue. An item that could never be encoded is refused at the door.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class NoMedia:
     """Where requests have no media: nothing to encode, nothing to wait for."""
 
     rows: HostRows
+    num_encoded = 0  # items, since the start
 
     def check(self, request: Request) -> None:
         """Raise RequestError for a request whose items can never be encoded."""
@@ -127,7 +128,6 @@ class Encoding(NoMedia):
 
     def __init__(self, arena: EncoderArena, start: Start, *, max_together: int, chunked: bool, position_rows: int) -> None:
         self.arena = arena
-        self.num_encoded = 0  # items, since the start
         self._start, self._max_together = start, max_together
         self._chunked, self._position_rows = chunked, position_rows
         self._tenancies: dict[int, Tenancy] = {}  # by row, in the order of admission; only those with items still to be read

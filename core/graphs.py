@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from modelrunner.attention import AttentionBackend
-from modelrunner.batch import EDITED, Feature, Plan
+from modelrunner.batch import EDITED, Feature, Plan, as_built
 from modelrunner.device import Device
 from modelrunner.model_state import ModelState, Needs, No
 from modelrunner.step_buffers import Buckets, Shape
@@ -24,6 +24,10 @@ KINDS = (Feature.GREEDY, Feature.PLAIN)  # tails of decode steps captured at sta
 # Features of tails that can be captured, beside those of logits processors: not those of taps, nor of log-probs of prompts and of whole
 # vocabularies.
 CAPTURED = Feature.PLAIN | Feature.FILTERED | EDITED | Feature.LOGPROBS | Feature.MEDIA
+# Tails whose kernels are built at start-up: all that rows of built-in features may ask for.
+_DRAWS = (Feature.GREEDY, Feature.PLAIN, Feature.PLAIN | Feature.FILTERED)
+_EDITS = (Feature.GREEDY, Feature.ALLOWED, EDITED, Feature.LOGPROBS, EDITED | Feature.LOGPROBS)
+BUILT = tuple(draw | edits for draw in _DRAWS for edits in _EDITS)
 
 
 class Key(NamedTuple):
@@ -117,6 +121,11 @@ class StepGraphs:
         return len(self._tokens) * len(self._bodies) + len(self._rows) * len(KINDS)
 
     @property
+    def tails(self) -> list[Key]:
+        """Tails that bring up every kernel that a captured tail may want: its kernels are of two kinds, for few rows and for many."""
+        return [Key("tail", rows, features) for rows in dict.fromkeys((*self._rows[:1], *self._rows[-1:])) for features in BUILT]
+
+    @property
     def captured(self) -> list[Key]:
         """What is ready to be replayed."""
         return list(self._replays)
@@ -126,8 +135,7 @@ class StepGraphs:
         if plan.num_draft or int(plan.features) & self._uncaptured:
             return ()
         media = plan.features & Feature.MEDIA
-        features = plan.features & ~Feature.MEDIA
-        features = features | EDITED if features & EDITED else features  # one graph edits all that a row may ask for
+        features = as_built(plan.features & ~Feature.MEDIA)
         if plan.num_decode == plan.num_rows:
             if media:  # the last token of a prompt is one of media: too rare for a graph
                 return ()

@@ -201,8 +201,8 @@ def runs_of(embedded: BoolArray, start: int, item: int) -> list[MediaRun]:
 class RequestMedia:
     """The media of a request, as the engine keeps it until the request ends.
 
-    items: in the order of their runs. runs: see `Expanded`. positions: see `MediaProcessor.positions`. is_embeds: the whole prompt is embeddings
-    that the caller gave.
+    items: in the order of their runs. runs: see `Expanded`. positions: see `MediaProcessor.positions`. is_embeds: the whole prompt is
+    embeddings that the caller gave.
     """
 
     items: tuple[MediaItem, ...]

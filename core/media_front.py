@@ -84,7 +84,10 @@ class MediaFront:
     # ---- media -------------------------------------------------------------------------------------------------------
 
     def prepare(self, prompt: Mapping[str, Any], token_ids: Sequence[int]) -> tuple[list[int], RequestMedia]:
-        """The expanded prompt, and its media. prompt: a mapping with `multi_modal_data`. token_ids: those of its text. Raises RequestError."""
+        """The expanded prompt, and its media. prompt: a mapping with `multi_modal_data`. token_ids: those of its text.
+
+        Raises RequestError.
+        """
         processor = self.processor
         values = self._values(prompt["multi_modal_data"])
         check_names(prompt.get("multi_modal_uuids"), values)

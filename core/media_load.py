@@ -108,7 +108,7 @@ class Loader:
         except ImportError:
             raise RequestError(f"{where}: {NEEDS_PYAV}") from None
         try:
-            with av.open(io.BytesIO(data)) as container:
+            with av.open(io.BytesIO(data), "r") as container:
                 if not container.streams.video:
                     raise RequestError(f"{where}: the file has no video stream")
                 stream = container.streams.video[0]

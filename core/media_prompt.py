@@ -25,15 +25,14 @@ def expand(processor: MediaProcessor, token_ids: Sequence[int], items: Sequence[
     found = dict.fromkeys(waiting, 0)
     while at < len(ids):
         for kind, mark in marks.items():
-            number = waiting[kind][0] if waiting[kind] else None
-            length = _length(None if number is None else items[number], mark, ids, at, kind in plain)
+            item = items[waiting[kind][0]] if waiting[kind] else None
+            length = _length(item, mark, ids, at, kind in plain)
             if not length:
                 continue
             found[kind] += 1
-            if number is not None:
-                waiting[kind].popleft()
-                runs += runs_of(items[number].embedded, len(out), number)
-                out += items[number].tokens
+            if item is not None:
+                runs += runs_of(item.embedded, len(out), waiting[kind].popleft())
+                out += item.tokens
             break
         else:
             length = 1

@@ -24,9 +24,40 @@ class Greet(_Message):
     """The first command. Its arrival shows that the engine process is connected."""
 
 
+class TensorEntry(msgspec.Struct, array_like=True, frozen=True):
+    """Where a tensor lies in memory that two processes share. dtype: torch's name, e.g. `bfloat16`. offset: bytes."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+    offset: int
+
+
+class SentItem(msgspec.Struct, array_like=True):
+    """An item of media (see `media.MediaItem`), of whose tensors there are so many."""
+
+    kind: str
+    key: bytes
+    num_embeddings: int
+    info: dict[str, Any]
+    num_tensors: int
+
+
+class SentMedia(msgspec.Struct, array_like=True):
+    """A request's media. path, entries: of a `tensor_file.TensorFile` with the tensors of all items. runs: fields of `media.MediaRun`.
+    positions: [position_rows, tokens] int32, or None."""
+
+    path: str
+    entries: list[TensorEntry]
+    items: list[SentItem]
+    runs: list[list[int]]
+    positions: Any = None
+    is_embeds: bool = False
+
+
 class Add(_Message):
     """Queue a request. prompt: token ids. params: fields of SamplingParams. deadline: on the monotonic clock, which all processes share.
-    choice, fork: see `Engine.add_request`."""
+    choice, fork: see `Engine.add_request`. media: of its prompt."""
 
     number: int
     request_id: str
@@ -37,6 +68,7 @@ class Add(_Message):
     cache_salt: str | None = None
     choice: int = 0
     fork: str | None = None
+    media: SentMedia | None = None
 
 
 class Abort(_Message):
@@ -44,15 +76,6 @@ class Abort(_Message):
 
     number: int
     reason: str = "abort"
-
-
-class TensorEntry(msgspec.Struct, array_like=True, frozen=True):
-    """Where a tensor lies in memory that two processes share. dtype: torch's name, e.g. `bfloat16`. offset: bytes."""
-
-    name: str
-    dtype: str
-    shape: list[int]
-    offset: int
 
 
 class UpdateWeights(_Message):
@@ -88,12 +111,14 @@ class Ready(_Message):
     """The engine takes requests.
 
     plugins: names of the loaded plugins in loading order. warnings: (category, text) of those that came up while it was assembled.
+    media: fields of `media_front.MediaFacts`.
     """
 
     vocab_size: int
     max_model_len: int
     plugins: list[str]
     warnings: list[tuple[str, str]]
+    media: tuple[str, str, int, str, int]
 
 
 class Facts(_Message):
@@ -136,7 +161,8 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     running: requests with a row. waiting: without one. pages_used, pages_total: of the cache; pages that only the prefix cache keeps are
     not used. turns: of the process's loop. steps: committed. finished: requests by finish reason. Tokens and held rows are counted as in
     `scheduler.Stats`. sleeping: the cache's memory is given up, and requests wait. weight_version: of the weights in use.
-    weights_problem: why they cannot be used, so that requests wait; empty when they can. loaded_tensors: of all updates.
+    weights_problem: why they cannot be used, so that requests wait; empty when they can. loaded_tensors: of all updates. encoded: images,
+    videos and pieces of prompt embeddings that were encoded.
     """
 
     running: int = 0
@@ -156,11 +182,12 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     weights_problem: str = ""
     loaded_tensors: int = 0
     held: int = 0
+    encoded: int = 0
 
     @property
-    def progress(self) -> tuple[int, int, int, int]:
-        """Differs from an earlier value exactly if tokens flowed, requests ended or new weights were loaded since."""
-        return self.computed_tokens, self.generated_tokens, sum(self.finished.values()), self.loaded_tensors
+    def progress(self) -> tuple[int, ...]:
+        """Differs from an earlier value exactly if tokens flowed, media were encoded, requests ended or new weights were loaded since."""
+        return self.computed_tokens, self.generated_tokens, sum(self.finished.values()), self.loaded_tensors, self.encoded
 
 
 class Turn(_Message):

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from modelrunner.checkpoint import ModelCard
     from modelrunner.guides import Guide
     from modelrunner.media import RequestMedia
+    from modelrunner.media_messages import Parcel
     from modelrunner.text import Tokenizer
 
 __all__ = [
@@ -111,6 +112,7 @@ class Request:
     taps per output token. bad_word_ids: every tokenisation of `params.bad_words`. guide: of a request with structured output.
     logprobs: None if it asks for none. failure: what a function of `params.logits_processors` did wrong. choice: which of several answers
     to its prompt. fork: names the requests that share this prompt, of which one computes it. media: of its prompt.
+    parcel: these at a front end, to be sent to the engine.
     """
 
     id: str
@@ -145,6 +147,7 @@ class Request:
     choice: int = 0
     fork: str | None = None
     media: RequestMedia | None = None
+    parcel: Parcel | None = None
 
     @property
     def stop_ids(self) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ from tqdm import tqdm  # type: ignore[import-untyped,unused-ignore]
 
 from modelrunner import blank_plans
 from modelrunner.attention import AttentionBackend, AttentionMeta, BoundAttention, ByGroup, attention_meta
-from modelrunner.batch import EDITED, EMPTY_PATCH, LOGGED, Batch, Feature, Outcome, Patch, Plan, Record, Ticket, record_words
+from modelrunner.batch import EDITED, EMPTY_PATCH, LOGGED, Batch, Feature, Outcome, Patch, Plan, Record, Ticket, as_built, record_words
 from modelrunner.device import Event, PinnedBuffer
 from modelrunner.errors import EngineError, PluginError
 from modelrunner.extras import Extras
@@ -162,7 +162,7 @@ class Runner:
             self._closure(key)()
 
         def built(keys: Sequence[Key]) -> Sequence[Key]:
-            self._build([partial(first, key) for key in keys])
+            self._build([partial(first, key) for key in (*keys, *self.graphs.tails)])
             bar: Sequence[Key] = tqdm(keys, desc="Capturing graphs", unit="graph", disable=not sys.stderr.isatty())
             return bar
 
@@ -253,6 +253,8 @@ class Runner:
     def _computation(self, plan: Plan, shape: Shape, taps: ActiveTaps | None, asked: Asked, captured: bool = False) -> Callable[[], None]:
         """Everything that a step does after its inputs are uploaded. Views and metadata are made here, on the host."""
         columns = self.parts.table.columns
+        if self.device.captures and (features := as_built(plan.features)) != plan.features:
+            plan = replace(plan, features=features)
         batch = self.buffers.batch(plan, shape, columns)
         tail = batch if shape.num_decode == shape.num_rows else self.buffers.tail(plan, shape, columns)
         return partial(self._compute, batch, tail, self._attention(batch, captured), taps, asked)

@@ -1,8 +1,8 @@
 """Building Triton kernels ahead of their first launch, many at a time.
 
 Compiling is what most of a first start waits for: some hundred kernels, each by passes and programs that leave Python alone. So the steps
-that will run are gone through once without running any kernel; what they would launch is built by threads meanwhile, down to the machine
-code on the GPU.
+that will run are gone through once without running any kernel; what they would launch is built by threads meanwhile, and by other processes
+where that is much (`build_helpers.py`), down to the machine code on the GPU.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from typing import Any
 import torch
 import triton
 from triton.runtime.jit import JITFunction
+
+from modelrunner.kernels.build_helpers import HELPERS
 
 MAX_THREADS = 16
 _seen: ContextVar[set[Any] | None] = ContextVar("kernels_seen", default=None)
@@ -62,7 +64,7 @@ class _Builders(ThreadPoolExecutor):
 
 
 def _loaded(build: Callable[[], Any]) -> Any:
-    kernel = build()
+    kernel = HELPERS.build(build)
     _ = kernel.run  # makes its launcher and loads it onto the GPU
     return kernel
 

@@ -10,6 +10,8 @@ from functools import cache
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 
 _OFF: dict[str, Any] = {"PDL": False}
 _ON: dict[str, Any] = {"PDL": True, "launch_pdl": True}
@@ -23,3 +25,11 @@ def pdl(x: torch.Tensor) -> dict[str, Any]:
 @cache
 def _for_device(index: int) -> dict[str, Any]:
     return _ON if torch.cuda.get_device_capability(index) >= (9, 0) else _OFF
+
+
+@triton.jit
+def wait_in_loop():
+    """`gdc_wait` for a loop that reads nothing which the kernel before writes: newer versions of Triton move no load before `gdc_wait`, and
+    so would not pipeline the loop.
+    """
+    tl.inline_asm_elementwise("griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)

@@ -38,16 +38,18 @@ def linear_scheme(card: ModelCard, device: Device, settings: RunnerSettings) -> 
         return None
     if card.quantization is not None:
         return [Decline("packed weights are made from float weights")]
-    return [_packed_floats(settings.model.dtype), _packed_integers()]
+    return [_packed_floats(settings), _packed_integers()]
 
 
-def _packed_floats(dtype: str) -> Offer[type[LinearScheme]] | Decline:
+def _packed_floats(settings: RunnerSettings) -> Offer[type[LinearScheme]] | Decline:
     """`packed` for the model's type: FBGEMM's products with 16-bit weights, oneDNN's with 32-bit ones, which a CPU takes unasked."""
     from modelrunner.kernels.linear import fbgemm, onednn
 
     plain = frozenset({"plain"})
-    if dtype in HALF:
+    if settings.model.dtype in HALF:
         problem, load, reason = fbgemm.problem(), _half, "16-bit weights packed for the CPU"
+    elif settings.scheduler.max_rows == 1:
+        return Decline("packed: a single row (scheduler.max_rows is 1) is faster with float32 weights in their own order")
     else:
         problem, load, reason = onednn.problem(), _float, "large float32 weights packed for the CPU"
     return Offer("packed", load, "family", reason, plain) if problem is None else Decline(f"packed: {problem}")

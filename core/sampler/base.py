@@ -31,6 +31,11 @@ class Stage:
     feature: Feature = Feature.GREEDY
     uncaptured: Feature = Feature.GREEDY
 
+    @property
+    def acts(self) -> bool:
+        """Whether the stage has an `edit` to be called."""
+        return type(self).edit is not Stage.edit
+
     def columns(self, settings: RunnerSettings, vocab_size: int) -> tuple[Column, ...]:
         """H, at start-up. The columns this stage owns."""
         return ()

@@ -78,6 +78,10 @@ class Processors(Stage):
         self.feature = Feature(sum(self.bits.values()))
         self.uncaptured = Feature(sum(bit for name, bit in self.bits.items() if not self.processors[name].captured))
 
+    @property
+    def acts(self) -> bool:
+        return bool(self.processors)  # its feature would be none, and that means always
+
     def columns(self, settings: RunnerSettings, vocab_size: int) -> tuple[Column, ...]:
         own = [Column(f"processor.{name}", torch.int32) for name in self.processors]
         return (*own, *(column for processor in self.processors.values() for column in processor.columns(settings)))

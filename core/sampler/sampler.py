@@ -63,7 +63,7 @@ class Sampler:
             if taken:
                 raise ValueError(f"two sampler stages supply {taken[0]!r}; each argument of an operation has one owner")
             self._inputs.update(dict.fromkeys(stage.inputs, stage.feature))
-        self._processing = [stage for stage in self.stages if type(stage).edit is not Stage.edit]
+        self._processing = [stage for stage in self.stages if stage.acts]
         self.processed = Feature.GREEDY
         self.captured = Feature.GREEDY
         for stage in self._processing:

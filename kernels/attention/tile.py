@@ -65,14 +65,6 @@ def token_offsets(page, keys, page_rows, PAGE: tl.constexpr, TOKEN: tl.constexpr
 
 
 @triton.jit
-def wait_in_loop():
-    """`gdc_wait` for a loop that reads nothing which the kernel before writes: newer versions of Triton move no load before `gdc_wait`, and
-    so would not pipeline the loop.
-    """
-    tl.inline_asm_elementwise("griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
 def threads_meet(GPU: tl.constexpr):
     """A barrier for loops that are pipelined: with the compiler's own in them they would not be. GPU: False in the interpreter."""
     if GPU:

@@ -76,11 +76,12 @@ def _stream_builds(tiles: Stream, kind: str, inner: int, dtype: str) -> list[Bui
     """As `builds`, for weights in a stream: norms are launches of their own."""
     act, split = SILU if kind == "gated" else 0, tiles.split > 1
     blocks = {"x_desc": f"tensordesc<{dtype}[{tiles.bt}, {tiles.bk}]>", "w_desc": f"tensordesc<{dtype}[{tiles.bn}, {tiles.bk}]>"}
-    pointers = {"w_ptr": dtype, "residual_ptr": dtype, "out_ptr": dtype, "part_ptr": "fp32"}
+    pointers = {"x_ptr": dtype, "w_ptr": dtype, "residual_ptr": dtype, "out_ptr": dtype, "part_ptr": "fp32"}
     none = {"out_ptr", "residual_ptr"} if split else {"part_ptr"} | (set() if kind == "add" else {"residual_ptr"})
+    none |= {"x_desc"} if tiles.early else set()
     signature = blocks | {k: f"*{v}" for k, v in pointers.items() if k not in none} | _NUMBERS
     common: dict[str, Any] = {"K": inner, "SPLIT": tiles.split, "ACT": act, "PDL": True}
-    constants = {"BT": tiles.bt, "BN": tiles.bn, "BK": tiles.bk, "AHEAD": tiles.ahead} | dict.fromkeys(none)
+    constants = {"BT": tiles.bt, "BN": tiles.bn, "BK": tiles.bk, "AHEAD": tiles.ahead, "EARLY": tiles.early} | dict.fromkeys(none)
     shape = (tiles.warps, tiles.stages)
     found = [Build(stream_kernel, signature, common | constants, *shape, 16, divisible=_DIVISIBLE, capabilities=(90, 100))]
     if split:

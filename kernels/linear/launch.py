@@ -106,12 +106,16 @@ def _launch_stream(
     if x.stride(0) * x.element_size() % 16 or x.data_ptr() % 16:
         x = x.contiguous()
     dependent = pdl(x)
-    blocks = [TensorDescriptor(m, [*m.shape], [m.stride(0), 1], [size, tiles.bk]) for m, size in ((x, tiles.bt), (weight, tiles.bn))]
+    x_blocks = None if tiles.early else _blocks(x, tiles.bt, tiles.bk)
     stream_kernel[(triton.cdiv(outputs, tiles.bn), tiles.split, triton.cdiv(rows, tiles.bt))](
-        *blocks, weight, residual, out, parts, rows, outputs, _stride(residual),
+        x_blocks, _blocks(weight, tiles.bn, tiles.bk), x, weight, residual, out, parts, rows, outputs, x.stride(0), _stride(residual),
         K=x.shape[1], BT=tiles.bt, BN=tiles.bn, BK=tiles.bk, SPLIT=tiles.split, ACT=extras.act,
-        AHEAD=tiles.ahead if dependent["PDL"] else 0, num_warps=tiles.warps, num_stages=tiles.stages, **dependent,
+        AHEAD=tiles.ahead if dependent["PDL"] else 0, EARLY=tiles.early, num_warps=tiles.warps, num_stages=tiles.stages, **dependent,
     )  # fmt: skip
+
+
+def _blocks(matrix: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+    return TensorDescriptor(matrix, [*matrix.shape], [matrix.stride(0), 1], [rows, columns])
 
 
 def _stride(residual: torch.Tensor | None) -> int:

@@ -51,7 +51,11 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Stream:
-    """Tiles of `stream_kernel`: as in `Tiles`. ahead: columns of a program's weights that are fetched into the L2 cache while it waits."""
+    """Tiles of `stream_kernel`: as in `Tiles`.
+
+    ahead: columns of a program's weights that are fetched into the L2 cache while it waits. early: 0, or steps of K in a turn of the loop,
+    1 or 2; x then goes through registers, a turn ahead, and the pipeline holds nothing but weights and is full before the input is there.
+    """
 
     bt: int
     bn: int
@@ -60,6 +64,7 @@ class Stream:
     warps: int
     stages: int
     ahead: int = 0
+    early: int = 0
 
 
 @cache

@@ -20,7 +20,7 @@ OVERRIDES: dict[str, Callable[..., Any]] = {
 }
 
 TYPES = {
-    **dict.fromkeys(("stride", "vocab", "chunks", "segments", "parts"), "i32"),
+    **dict.fromkeys(("stride", "vocab", "chunks", "segments", "parts", "steps"), "i32"),
     **dict.fromkeys(("temperature", "top_p", "min_p", "peaks", "times", "group_peaks", "state"), "*fp32"),
     **dict.fromkeys(("rows", "top_k", "position", "more", "choice", "scratch", "counts"), "*i32"),
     **dict.fromkeys(("seed", "tokens", "sums"), "*i64"),
@@ -51,17 +51,17 @@ def _settle_build(dtype: str, absent: tuple[str, ...], noise: bool = True) -> Bu
     return _build(_settle, dtype, absent, warps, spill, CHUNK=CHUNK, PLACES=256, **short, NOISE=noise)
 
 
-def _scan_build(dtype: str, absent: tuple[str, ...], tile: int, steps: int, noise: bool = True) -> Build:
-    return _build(_scan, dtype, absent, CHUNK=CHUNK, GROUP=GROUP, TILE=tile, STEPS=steps, NOISE=noise)
+def _scan_build(dtype: str, absent: tuple[str, ...], tile: int, noise: bool = True) -> Build:
+    return _build(_scan, dtype, absent, CHUNK=CHUNK, GROUP=GROUP, TILE=tile, NOISE=noise)
 
 
 BUILDS: list[Build] = [
-    *(_scan_build(dtype, FILTERED + DRAWN, *shape, False) for dtype in ("*bf16", "*fp32") for shape in ((1, 1), (2, 8))),
-    *(_scan_build(dtype, absent, *shape) for dtype in ("*bf16", "*fp32") for absent in (FILTERED, ()) for shape in ((1, 1), (2, 8))),
+    *(_scan_build(dtype, FILTERED + DRAWN, tile, False) for dtype in ("*bf16", "*fp32") for tile in (1, 2)),
+    *(_scan_build(dtype, absent, tile) for dtype in ("*bf16", "*fp32") for absent in (FILTERED, ()) for tile in (1, 2)),
     _settle_build("*bf16", FILTERED + DRAWN, False),
     _settle_build("*bf16", (*FILTERED, "top_p", "min_p", "state")),
     *(_settle_build(dtype, ()) for dtype in ("*bf16", "*fp16", "*fp32")),
-    _build(_weigh, "*bf16", CHUNK=CHUNK, STEPS=4),
-    _build(_confirm, "*bf16", CHUNK=CHUNK, PLACES=256, PARTS=64),
+    _build(_weigh, "*bf16", CHUNK=CHUNK),
+    _build(_confirm, "*bf16", CHUNK=CHUNK, PLACES=256),
     Build(_gumbel_noise, {**TYPES, "out": "*fp32", "blocks": "i32"}, {"PURPOSE": 0, "BLOCK": 1024}, divisible=("vocab",)),
 ]

@@ -83,9 +83,9 @@ def _top_p(logits: torch.Tensor, columns: Columns, found: Scan, tokens: torch.Te
     parts, steps = parts_of(n, chunks)
     sums = torch.empty(n, parts, 2, dtype=torch.int64, device=logits.device)
     head = (logits, logits.stride(0), vocab, columns.rows, columns.temperature)
-    _weigh[(n * parts,)](*head, found.peaks, chunks, tokens, state, sums, parts, CHUNK, steps, **pdl(logits))
+    _weigh[(n * parts,)](*head, found.peaks, chunks, tokens, state, sums, parts, steps, CHUNK, **pdl(logits))
     scanned = (found.peaks, found.times, chunks)
-    constants = (CHUNK, places_of(chunks), places_of(parts))
+    constants = (CHUNK, places_of(chunks))
     _confirm[(n,)](*head, columns.top_p, *columns.draw, *scanned, tokens, state, sums, parts, *constants, **pdl(logits))
 
 

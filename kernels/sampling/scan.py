@@ -87,7 +87,7 @@ def _times(x, peak, scale, words):
     return rest * (1.0 + rest * (0.5 + rest * (1.0 / 3.0))) * _fast_exp2((peak - x) * scale)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["segments", "steps"])
 def _scan(
     logits,
     stride,
@@ -104,14 +104,14 @@ def _scan(
     group_peaks,
     chunks,
     segments,
+    steps,
     CHUNK: tl.constexpr,
     GROUP: tl.constexpr,
     TILE: tl.constexpr,
-    STEPS: tl.constexpr,
     NOISE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A program takes STEPS times TILE chunks of a row.
+    """A program takes `steps` times TILE chunks of a row.
 
     peaks, times: [n, chunks]; group_peaks: [n, chunks * CHUNK / GROUP], only with top_k.
     """
@@ -127,8 +127,8 @@ def _scan(
             races = races & (is_short(tl.load(top_k + line)) == 0)
         scale = LOG2E / heat
         key, where, which = draw_key(row, line, seed, position, more, choice)
-    for step in range(STEPS):
-        first = (segment * STEPS + step) * TILE
+    for step in range(steps):
+        first = (segment * steps + step) * TILE
         chunk = first + tl.arange(0, TILE)
         ids = first * CHUNK + tl.arange(0, TILE * CHUNK)
         flat = tl.load(logits + row * stride + ids, mask=ids < vocab, other=-INF)
@@ -148,7 +148,10 @@ def _scan(
 
 
 def scan_shape(n: int, chunks: int) -> tuple[int, int, int]:
-    """Chunks at a time, how often, and warps: little for a program while programs are few."""
+    """Chunks at a time, how often, and warps: little for a program while programs are few.
+
+    How often is no constant of the kernel, so that all numbers of rows need but two builds of it.
+    """
     tile = 1 if n * chunks < 4096 else 2
     steps = 1
     while steps < 8 and n * chunks >= 8192 * steps * tile:
@@ -207,6 +210,6 @@ def _launch(logits: torch.Tensor, inputs: Sequence[torch.Tensor | None], out: Sc
     """inputs: rows, temperature, top_k and what noise depends on."""
     (n, chunks), (tile, steps, warps) = out.peaks.shape, shape
     segments = triton.cdiv(chunks, tile * steps)
-    found = (out.peaks, out.times, out.group_peaks, chunks, segments)
-    constants = (CHUNK, GROUP, tile, steps, inputs[1] is not None)
+    found = (out.peaks, out.times, out.group_peaks, chunks, segments, steps)
+    constants = (CHUNK, GROUP, tile, inputs[1] is not None)
     _scan[(n * segments,)](logits, logits.stride(0), logits.shape[1], *inputs, *found, *constants, num_warps=warps, **pdl(logits))

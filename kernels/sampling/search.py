@@ -117,6 +117,30 @@ def weigh_row(logits, vocab, peaks, best, heat, cut, below, CHUNK: tl.constexpr)
 
 
 @triton.jit
+def mass_of_row(logits, vocab, best, heat, limit, WIDE: tl.constexpr):
+    """The mass of the row's tokens at a distance of at most `limit` (bits of one), an integer."""
+    mass = tl.zeros([WIDE], tl.int64)
+    for start in range(0, vocab, WIDE):
+        _, x = load_chunk(logits, vocab, start, WIDE)
+        distance = distance_of(x, best, heat)
+        mass += tl.where(bits_of(distance) <= limit, mass_of(distance), 0)
+    return tl.sum(mass, 0)
+
+
+@triton.jit
+def nucleus_of_row(logits, vocab, best, heat, cut, p, WIDE: tl.constexpr):
+    """The distance at which top-p cuts the row's tokens at a distance <= cut, by bisection over all logits."""
+    low, high = 0, bits_of(tl.minimum(cut, NO_MASS))
+    wanted = wanted_mass(mass_of_row(logits, vocab, best, heat, high, WIDE), p)
+    while low < high:
+        middle = low + (high - low) // 2
+        enough = mass_of_row(logits, vocab, best, heat, middle, WIDE) >= wanted
+        high = tl.where(enough, middle, high)
+        low = tl.where(enough, low, middle + 1)
+    return distance_from(low)
+
+
+@triton.jit
 def wanted_mass(total, p):
     """The mass that top-p asks for, at least 1."""
     share = tl.ceil(total.to(tl.float64) * p.to(tl.float64)).to(tl.int64)
@@ -178,8 +202,8 @@ def shortlist(
 
 
 @triton.jit
-def draw_from_list(logits, ids, listed, best, heat, cut, limit, k, p, seed, position, choice):
-    """Top-k, top-p and the draw among listed tokens. cut: of min-p. limit: bits of the largest distance in the list."""
+def cut_of_list(logits, ids, listed, best, heat, cut, limit, k, p):
+    """Where top-k and top-p cut listed tokens, and their distances. cut: of min-p. limit: bits of the largest distance in the list."""
     distance = distance_of(tl.load(logits + ids, mask=listed, other=-INF).to(tl.float32), best, heat)
     bits = bits_of(distance)
     cut = tl.minimum(cut, distance_from(cut_of(bits, tl.where(listed, 1, 0), k, limit)))
@@ -187,6 +211,13 @@ def draw_from_list(logits, ids, listed, best, heat, cut, limit, k, p, seed, posi
         mass = tl.where(distance <= cut, mass_of(distance), 0)
         wanted = wanted_mass(tl.sum(mass, 0), p)
         cut = tl.minimum(cut, distance_from(cut_of(bits, mass, wanted, limit)))
+    return cut, distance
+
+
+@triton.jit
+def draw_from_list(logits, ids, listed, best, heat, cut, limit, k, p, seed, position, choice):
+    """The draw among listed tokens, after `cut_of_list`."""
+    cut, distance = cut_of_list(logits, ids, listed, best, heat, cut, limit, k, p)
     words = random_words_of(seed, position, choice, PURPOSE, ids)
     noisy = tl.where(listed & (distance <= cut), gumbel(words) - distance, -INF)
     return tl.min(tl.where(listed & (noisy == tl.max(noisy, 0)), ids, NOWHERE), 0)

@@ -162,7 +162,7 @@ def _settle(
         tl.store(state + row * 2 + 1, best)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts", "steps"])
 def _weigh(
     logits,
     stride,
@@ -175,8 +175,8 @@ def _weigh(
     state,
     sums,
     parts,
+    steps,
     CHUNK: tl.constexpr,
-    STEPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """sums: [n, parts, 2] int64, the mass below the cut and, of it, that of tokens better than the row's. Settled rows are left out."""
@@ -192,7 +192,7 @@ def _weigh(
         below = distance_at(logits, tl.load(tokens + row), best, heat)
         total = tl.zeros([CHUNK], tl.int64)
         better = tl.zeros([CHUNK], tl.int64)
-        for chunk in range(part * STEPS, tl.minimum(part * STEPS + STEPS, chunks)):
+        for chunk in range(part * steps, tl.minimum(part * steps + steps, chunks)):
             nearest = distance_of(tl.load(peaks + row * chunks + chunk), best, heat)
             if (nearest <= cut) & (nearest < NO_MASS):
                 _, x = load_chunk(logits, vocab, chunk * CHUNK, CHUNK)
@@ -204,7 +204,7 @@ def _weigh(
         tl.store(sums + tl.program_id(0).to(tl.int64) * 2 + 1, tl.sum(better, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts"])
 def _confirm(
     logits,
     stride,
@@ -225,7 +225,6 @@ def _confirm(
     parts,
     CHUNK: tl.constexpr,
     PLACES: tl.constexpr,
-    PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Replaces the tokens that top-p drops."""
@@ -238,7 +237,7 @@ def _confirm(
         best = tl.load(state + row * 2 + 1)
         logits += row * stride
         line = row if rows is None else tl.load(rows + row).to(tl.int64)
-        part = tl.arange(0, PARTS)
+        part = tl.arange(0, PLACES)  # there are no more parts than chunks
         here = sums + (row * parts + part) * 2
         total = tl.sum(tl.load(here, mask=part < parts, other=0), 0)
         better = tl.sum(tl.load(here + 1, mask=part < parts, other=0), 0)

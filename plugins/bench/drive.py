@@ -10,8 +10,8 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from modelrunner.errors import ModelRunnerError
+from modelrunner.plugins.bench.asked import GREEDY, Sampling, params_of
 from modelrunner.plugins.bench.scenarios import Job
-from modelrunner.request import OutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from modelrunner.engine import Engine
@@ -32,13 +32,6 @@ class Run:
     preemptions: int
 
 
-def sampling(job: Job, temperature: float) -> SamplingParams:
-    """Exactly the job's tokens, as ids, told at the end."""
-    return SamplingParams(
-        temperature=temperature, max_tokens=job.output, ignore_eos=True, detokenize=False, output_kind=OutputKind.FINAL_ONLY
-    )
-
-
 @contextmanager
 def undisturbed(engine: Engine) -> Iterator[None]:
     """No garbage of before is collected inside, and no prefix of before is found."""
@@ -51,10 +44,10 @@ def undisturbed(engine: Engine) -> Iterator[None]:
         gc.unfreeze()
 
 
-def drive(engine: Engine, jobs: Sequence[Job], temperature: float = 0.0) -> Run:
+def drive(engine: Engine, jobs: Sequence[Job], sampling: Sampling = GREEDY) -> Run:
     """Run all jobs to their end. Raises ModelRunnerError when an output is not as long as asked."""
     prompts = [{"prompt_token_ids": list(job.prompt)} for job in jobs]
-    params = [sampling(job, temperature) for job in jobs]
+    params = [params_of(job, sampling) for job in jobs]
     names = [str(place) for place in range(len(jobs))]
     lengths = [0] * len(jobs)
     stats, step = engine.scheduler.stats, engine.step

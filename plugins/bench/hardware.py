@@ -105,10 +105,11 @@ def product_seconds(engine: Engine, rows: int) -> float | None:
     with torch.inference_mode():
         if device.type != "cuda":
             return seconds_of(products, device, repeats=3)
-        return _captured(products, device)
+        return captured_seconds(products, device)
 
 
-def _captured(work: Callable[[], None], device: torch.device) -> float:
+def captured_seconds(work: Callable[[], None], device: torch.device) -> float:
+    """Median seconds of `work` as a CUDA graph."""
     import torch
 
     side = torch.cuda.Stream(device)

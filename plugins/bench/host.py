@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from modelrunner.plugins.bench.drive import sampling, undisturbed
+from modelrunner.plugins.bench.asked import GREEDY, params_of
+from modelrunner.plugins.bench.drive import undisturbed
 from modelrunner.plugins.bench.parts import Clock
 from modelrunner.plugins.bench.scenarios import Job
 
@@ -106,7 +107,7 @@ def decode(engine: Engine, number: int) -> None:
     """Bring `number` requests to where each has its first token, and collect every step."""
     for place in range(number):
         prompt = [7 + (place * 37 + i) % 300 for i in range(PROMPT + place % PAGE)]
-        engine.add_request(str(place), {"prompt_token_ids": prompt}, sampling(Job((), CONTEXT // 2), 0.0))
+        engine.add_request(str(place), {"prompt_token_ids": prompt}, params_of(Job((), CONTEXT // 2), GREEDY))
     requests = list(engine.requests.values())
     while any(request.first_token_time is None for request in requests):
         engine.step()

@@ -10,7 +10,8 @@ from pathlib import Path
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
-from modelrunner.plugins.bench.drive import abandon, sampling, undisturbed
+from modelrunner.plugins.bench.asked import Sampling, params_of
+from modelrunner.plugins.bench.drive import abandon, undisturbed
 from modelrunner.plugins.bench.parts import Clock, split
 from modelrunner.plugins.bench.scenarios import Job
 
@@ -35,20 +36,27 @@ class Kernel:
 @dataclass(frozen=True)
 class Profile:
     """kernels: by total time, the longest first. steps: profiled ones. span: microseconds from the first start to the last end. busy: of
-    it, with at least one kernel at work. gaps: waits between kernels, the longest first. host: microseconds that parts of the loop take the
-    host a step, collecting with its wait for the device; measured before, without a profiler."""
+    it, with at least one kernel at work. gaps: waits between launches, the longest first. inside: waits between kernels of one launch, a
+    graph's, together. host: microseconds that parts of the loop take the host a step, collecting with its wait for the device; measured
+    before, without a profiler."""
 
     kernels: Sequence[Kernel]
     steps: int
     span: float
     busy: float
     gaps: Sequence[float]
+    inside: float = 0.0
     host: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def idle(self) -> float:
-        """Share of the span in which nothing ran."""
-        return 1 - self.busy / self.span if self.span else 0.0
+        """Share of the span in which nothing ran, between launches."""
+        return sum(self.gaps) / self.span if self.span else 0.0
+
+    @property
+    def idle_inside(self) -> float:
+        """Share of the span in which nothing ran, inside graphs."""
+        return self.inside / self.span if self.span else 0.0
 
 
 def profile_of(events: Iterable[Mapping[str, Any]], steps: int) -> Profile:
@@ -61,23 +69,31 @@ def profile_of(events: Iterable[Mapping[str, Any]], steps: int) -> Profile:
         entry[0] += 1
         entry[1] += float(event["dur"])
     kernels = sorted((Kernel(name, int(count), total) for name, (count, total) in totals.items()), key=lambda k: -k.total)
-    spans = sorted((float(event["ts"]), float(event["ts"]) + float(event["dur"])) for event in work)
-    busy, gaps, end = 0.0, [], spans[0][0] if spans else 0.0
-    for start, stop in spans:
-        if start > end:
+    spans = sorted((float(event["ts"]), float(event["ts"]) + float(event["dur"]), _launch(event)) for event in work)
+    busy, gaps, inside, end, last = 0.0, [], 0.0, spans[0][0] if spans else 0.0, -1
+    for start, stop, launch in spans:
+        if start > end and launch == last >= 0:
+            inside += start - end
+        elif start > end:
             gaps.append(start - end)
         busy += max(stop - max(start, end), 0.0)
-        end = max(end, stop)
-    return Profile(kernels, steps, end - spans[0][0] if spans else 0.0, busy, sorted(gaps, reverse=True))
+        if stop > end:
+            end, last = stop, launch
+    return Profile(kernels, steps, end - spans[0][0] if spans else 0.0, busy, sorted(gaps, reverse=True), inside)
 
 
-def profile_steps(engine: Engine, jobs: Sequence[Job], temperature: float, steps: int, *, steady: bool) -> Profile:
+def _launch(event: Mapping[str, Any]) -> int:
+    """Number of the launch that an event comes from, which all kernels of a graph share; -1: unknown."""
+    return int(event.get("args", {}).get("correlation", -1))
+
+
+def profile_steps(engine: Engine, jobs: Sequence[Job], sampling: Sampling, steps: int, *, steady: bool) -> Profile:
     """Run some steps of the jobs under torch's profiler, and drop the rest. steady: first wait until every request decodes."""
     from torch.profiler import ProfilerActivity, profile
 
     with undisturbed(engine):
         for place, job in enumerate(jobs):
-            engine.add_request(str(place), {"prompt_token_ids": list(job.prompt)}, sampling(job, temperature))
+            engine.add_request(str(place), {"prompt_token_ids": list(job.prompt)}, params_of(job, sampling))
         host: dict[str, float] = {}
         if steady:
             settle(engine, SETTLING)
@@ -125,6 +141,7 @@ def as_record(profile: Profile) -> dict[str, Any]:
         "span_us": profile.span,
         "busy_us": profile.busy,
         "idle_share": profile.idle,
+        "idle_inside_share": profile.idle_inside,
         "gaps_us": list(profile.gaps[:20]),
         "host_us": dict(profile.host),
         "kernels": [
@@ -140,7 +157,8 @@ def lines(profile: Mapping[str, Any] | None, most: int = 24) -> Iterator[str]:
     steps, kernels, gaps = profile["steps"], profile["kernels"], profile["gaps_us"]
     yield (
         f"  profile of {steps} steps: {profile['span_us'] / steps:.1f} us a step, device busy {profile['busy_us'] / steps:.1f} us, "
-        f"idle {100 * profile['idle_share']:.1f}% (longest gaps {', '.join(f'{gap:.1f}' for gap in gaps[:5])} us)"
+        f"idle {100 * profile['idle_share']:.1f}% between launches (longest gaps {', '.join(f'{gap:.1f}' for gap in gaps[:5])} us) and "
+        f"{100 * profile['idle_inside_share']:.1f}% inside graphs"
     )
     if host := profile["host_us"]:
         yield "  host, us a step: " + ", ".join(f"{part} {micros:.1f}" for part, micros in host.items())

@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from modelrunner.errors import ModelRunnerError
-from modelrunner.plugins.bench.drive import require, sampling, undisturbed
+from modelrunner.plugins.bench.asked import GREEDY, Sampling, params_of
+from modelrunner.plugins.bench.drive import require, undisturbed
 from modelrunner.plugins.bench.scenarios import Job
 
 if TYPE_CHECKING:
@@ -56,13 +57,13 @@ def intervals(times: Sequence[float], known: Int32Array) -> FloatArray:
     return np.concatenate(parts)
 
 
-def stream(engine: Engine, jobs: Sequence[Job], later: Sequence[Job], every: int, temperature: float = 0.0) -> Stream:
+def stream(engine: Engine, jobs: Sequence[Job], later: Sequence[Job], every: int, sampling: Sampling = GREEDY) -> Stream:
     """Let all of `jobs` decode, then submit one of `later` after each `every` steps. Intervals are measured until the first of `jobs` ends.
 
     Raises ModelRunnerError when an output is not as long as asked, or when a decoding request lost its row on the way.
     """
     every_job = [*jobs, *later]
-    params = [sampling(job, temperature) for job in every_job]
+    params = [params_of(job, sampling) for job in every_job]
     ended: dict[int, RequestOutput] = {}
     watched: list[tuple[float, Int32Array]] = []
     stats = engine.scheduler.stats

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from modelrunner.plugins.bench import drive, floor, hardware, profiler, stream
+from modelrunner.plugins.bench.asked import Sampling, as_record
 from modelrunner.plugins.bench.workloads import WARM_UP, Workload
 
 if TYPE_CHECKING:
@@ -46,11 +47,11 @@ class Bench:
         self.cost = floor.cost_of(self.engine)
         self.vocab_size = self.engine.assembly.needs.vocab_size
 
-    def measure(self, workload: Workload, temperature: float) -> Record:
+    def measure(self, workload: Workload, sampling: Sampling) -> Record:
         """Warm up with other tokens, then run it as often as asked. An engine that fails on the way is of no more use."""
         before = os.getloadavg()[0]
-        measured = self._mixed(workload, temperature) if workload.arrivals else self._throughput(workload, temperature)
-        head = {"scenario": workload.name, "engine": "modelrunner", "temperature": temperature}
+        measured = self._mixed(workload, sampling) if workload.arrivals else self._throughput(workload, sampling)
+        head = {"scenario": workload.name, "engine": "modelrunner", **as_record(sampling)}
         rest: Record = {"peak_device_memory_bytes": hardware.peak_memory(self.engine.assembly.device.torch_device)}
         record = {
             **head,
@@ -61,17 +62,17 @@ class Bench:
             **self.setting,
         }
         if steps := self.options.profiled.get(workload.name):
-            record["profile"] = self._profile(workload, temperature, steps)
+            record["profile"] = self._profile(workload, sampling, steps)
         return record
 
     def _jobs(self, workload: Workload, run: int) -> list[Job]:
         return workload.jobs(self.options.seed, self.vocab_size, run)
 
-    def _throughput(self, workload: Workload, temperature: float) -> Record:
-        drive.drive(self.engine, self._jobs(workload, WARM_UP), temperature)
+    def _throughput(self, workload: Workload, sampling: Sampling) -> Record:
+        drive.drive(self.engine, self._jobs(workload, WARM_UP), sampling)
         runs: list[drive.Run] = []
         while not runs or (len(runs) < self.options.repeat and sum(run.seconds for run in runs) < self.options.limit):
-            runs.append(drive.drive(self.engine, self._jobs(workload, len(runs)), temperature))
+            runs.append(drive.drive(self.engine, self._jobs(workload, len(runs)), sampling))
         jobs = self._jobs(workload, 0)
         seconds = [run.seconds for run in runs]
         taken = min(seconds) if self.options.statistic == "best" else statistics.median(seconds)
@@ -121,14 +122,14 @@ class Bench:
                 self.products[size] = seconds
         return self.products[rows]
 
-    def _mixed(self, workload: Workload, temperature: float) -> Record:
+    def _mixed(self, workload: Workload, sampling: Sampling) -> Record:
         assert workload.arrivals is not None
         later = [workload.later(self.options.seed, self.vocab_size, run) for run in range(-1, self.options.repeat)]
         runs: list[stream.Stream] = []
         for run in range(WARM_UP, self.options.repeat):
             if run > 0 and sum(done.seconds for done in runs) > self.options.limit:
                 break
-            done = stream.stream(self.engine, self._jobs(workload, run), later[run + 1], workload.arrivals.every, temperature)
+            done = stream.stream(self.engine, self._jobs(workload, run), later[run + 1], workload.arrivals.every, sampling)
             runs += [done] if run >= 0 else []
         tails = [stream.percentiles(run.intervals) for run in runs]
         taken = statistics.median(run.seconds for run in runs)
@@ -146,12 +147,12 @@ class Bench:
             "first_token_ms": stream.percentiles([first for run in runs for first in run.first]),
         }
 
-    def _profile(self, workload: Workload, temperature: float, steps: int) -> Record:
+    def _profile(self, workload: Workload, sampling: Sampling, steps: int) -> Record:
         """Decode steps, or, of a workload of prompts, its first few."""
         steady = workload.counted == "output"
         steps = steps if steady else min(steps, 4)
         jobs = self._jobs(workload, self.options.repeat)
-        return profiler.as_record(profiler.profile_steps(self.engine, jobs, temperature, steps, steady=steady))
+        return profiler.as_record(profiler.profile_steps(self.engine, jobs, sampling, steps, steady=steady))
 
 
 def describe(machine: floor.Machine, cost: floor.ModelCost | None) -> Record:

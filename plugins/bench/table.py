@@ -11,6 +11,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from modelrunner.plugins.bench import sampling
+from modelrunner.plugins.bench.asked import told
+
 Record = Mapping[str, Any]
 GIB = 1 << 30
 HEAD = ("scenario", "model", "tok/s", "ms/step", "floor", "share", "lib floor", "share", "spread")
@@ -18,8 +21,8 @@ HEAD = ("scenario", "model", "tok/s", "ms/step", "floor", "share", "lib floor", 
 
 def label(record: Record) -> str:
     """The scenario as it was asked for."""
-    temperature = record.get("temperature") or 0
-    return f"{record['scenario']}@{temperature:g}" if temperature else str(record["scenario"])
+    how = told(record)
+    return f"{record['scenario']}@{how}" if how else str(record["scenario"])
 
 
 def text(record: Record) -> Iterator[str]:
@@ -33,6 +36,8 @@ def text(record: Record) -> Iterator[str]:
     elif record["scenario"] == "host":
         parts = ", ".join(f"{name} {micros:.0f}" for name, micros in record["parts_us"].items())
         yield f"host, {record['rows']} rows: {record['us_per_step']:.0f} us a step, at best {record['best_us']:.0f} ({parts})"
+    elif record["scenario"] == "sampling":
+        yield from sampling.lines(record)
     else:
         yield from throughput(record)
 
@@ -72,6 +77,9 @@ def cells(record: Record) -> list[str]:
         return [*first, f"{record['empty_cache']['total']:.1f} s, filled cache {record['filled_cache']['total']:.1f} s"]
     if record["scenario"] == "host":
         return [f"host {record['rows']}", "", f"{record['us_per_step']:.0f} us, best {record['best_us']:.0f} us"]
+    if record["scenario"] == "sampling":
+        ours, read = record["us"]["modelrunner"], record["read_us"]
+        return [f"sampling {record['logits']}", "", "; ".join(f"{name} {micros / read:.2f} reads" for name, micros in ours.items())]
     if "tokens_per_second" not in record or "steps" not in record:
         return [*first, f"{record.get('tokens_per_second', 0):,.1f}"]
     floors: list[str] = []

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 from modelrunner.cli import Command
 from modelrunner.errors import SettingsError
 from modelrunner.plugins import trace
+from modelrunner.plugins.bench.asked import GREEDY, Asked, Sampling, read_sampling
 from modelrunner.plugins.bench.forms import BASE, FORMS, forms
 from modelrunner.plugins.bench.models import MODELS
 from modelrunner.plugins.bench.scenarios import SCENARIOS, Scenario
-from modelrunner.plugins.bench.session import ABOUT, DRY_SCALE, Asked, model_settings
+from modelrunner.plugins.bench.session import ABOUT, DRY_SCALE, model_settings
 from modelrunner.plugins.bench.workloads import WORKLOADS
 
 if TYPE_CHECKING:
@@ -42,7 +43,13 @@ def command() -> Command:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     about = "; ".join(f"{name}: {text}" for name, text in ABOUTS.items())
     named = f"; {', '.join(MODELS)}: that configuration with made-up weights" if MODELS else ""
-    parser.add_argument("scenarios", metavar="SCENARIO", nargs="+", type=scenario, help=f"{about}. NAME@0.6 sets a temperature for one")
+    parser.add_argument(
+        "scenarios",
+        metavar="SCENARIO",
+        nargs="+",
+        type=scenario,
+        help=f"{about}. NAME@0.6 sets a temperature for one, NAME@0.8,top_p=0.95,top_k=50 more fields of SamplingParams",
+    )
     parser.add_argument("--model", metavar="NAME", help=f"hub id, folder, or .gguf file{named}; default: the small model of `make demo`")
     parser.add_argument(
         "--compare",
@@ -52,7 +59,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeat", type=count, metavar="N", help=f"runs of each engine, after one to warm up ({REPEAT})")
     parser.add_argument("--limit", type=float, default=120.0, metavar="S", help="repeat no scenario after so many seconds (%(default)s)")
     parser.add_argument("--statistic", choices=STATISTICS, default=STATISTICS[0], help="which of the runs counts (%(default)s)")
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="of all but cpu1 and cpu32 (%(default)s, greedy)")
+    parser.add_argument(
+        "--sampling", type=sampling, default=GREEDY, metavar="S", help="how the requests of workloads sample, as behind @ (greedily)"
+    )
+    parser.add_argument("--temperature", type=sampling, dest="sampling", metavar="T", help="the same, of a temperature alone")
     parser.add_argument("--threads", type=count, metavar="N", help="torch's threads on the CPU; default: torch's own choice")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the requests' lengths and ids (%(default)s)")
     parser.add_argument("--scale", type=share, metavar="F", help="make requests fewer and shorter by this factor; all but cpu1 and cpu32")
@@ -68,18 +78,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def scenario(text: str) -> Asked:
-    """NAME or NAME@TEMPERATURE."""
-    name, _, temperature = text.partition("@")
+    """NAME or NAME@SAMPLING."""
+    name, _, how = text.partition("@")
     if name not in ABOUTS:
         raise argparse.ArgumentTypeError(f"invalid choice: {name!r} (choose from {', '.join(ABOUTS)})")
-    if not temperature:
+    if not how:
         return Asked(name)
     if name not in WORKLOADS:
-        raise argparse.ArgumentTypeError(f"{text!r}: {name} has no temperature")
+        raise argparse.ArgumentTypeError(f"{text!r}: {name} does not sample")
+    return Asked(name, sampling(how))
+
+
+def sampling(text: str) -> Sampling:
+    """See `asked.read_sampling`."""
     try:
-        return Asked(name, float(temperature))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: {temperature!r} is no temperature") from None
+        return read_sampling(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
 
 
 def share(text: str) -> float:

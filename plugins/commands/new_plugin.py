@@ -14,10 +14,13 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from string import Template
 
+from modelrunner.checkpoint import ModelCard
 from modelrunner.cli import Command
 from modelrunner.errors import PluginError
 from modelrunner.hookspecs import API_VERSION
+from modelrunner.offers import Decline
 from modelrunner.plugin_manager import PluginManager
+from modelrunner.settings import load_settings
 
 KINDS: Mapping[str, str] = {
     "model-state": "A model family for modelrunner.",
@@ -59,8 +62,21 @@ def run(args: argparse.Namespace, manager: PluginManager) -> int:
     if args.kind == "model-state" and not args.architecture:
         print(f"\n{words['architecture']} is a guess. {MUST_EQUAL}:")
         print(f"set ARCHITECTURES in {words['module']}/__init__.py and its name in the tests, or write it anew with --architecture.")
+    for bidder in bidders(words["architecture"], manager) if args.kind == "model-state" else ():
+        print(f"\n{words['architecture']} is run by {bidder} too: while both are installed, choose one with pin.model_state={args.name}.")
     print(f"\nNext, in {folder}:\n  pip install -e '.[test]'\n  pytest\n  modelrunner plugins")
     return 0
+
+
+def bidders(architecture: str, manager: PluginManager) -> list[str]:
+    """The plugins that say they accept the architecture: they decline another one, and name theirs."""
+    nobodys = ModelCard("", Path(), "", ("",), "")
+    return [
+        asked.plugin
+        for asked in manager.ask("model_state", card=nobodys, settings=load_settings({}))
+        for answer in asked.answers
+        if isinstance(answer, Decline) and architecture in answer.accepts
+    ]
 
 
 def words_for(name: str, kind: str, manager: PluginManager, architecture: str = "") -> dict[str, str]:

@@ -17,7 +17,11 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, output_kind=OutputKind.FINAL_ONLY)
 SAMPLED = GREEDY.model_copy(update={"temperature": 0.8, "seed": 1})
 FILTERED = SAMPLED.model_copy(update={"top_k": 20, "top_p": 0.9, "min_p": 0.01})
-EDITED = GREEDY.model_copy(update={"repetition_penalty": 1.2, "logit_bias": {9: 1.5}, "bad_words": [[11, 12]], "min_tokens": 3})
+EDITS = {"repetition_penalty": 1.2, "logit_bias": {9: 1.5}, "bad_words": [[11, 12]], "min_tokens": 3}
+EDITED = GREEDY.model_copy(update=EDITS)
+EDITED_DRAWS = SAMPLED.model_copy(update=EDITS)
+BIASED = SAMPLED.model_copy(update={"logit_bias": {9: 1.5}})
+ALLOWED = SAMPLED.model_copy(update={"allowed_token_ids": list(range(20, 90))})
 LOGPROBS = GREEDY.model_copy(update={"logprobs": 5})
 PROMPTS = LOGPROBS.model_copy(update={"prompt_logprobs": 3})
 STEP = 64  # tokens at most, so that a longer prompt is cut
@@ -37,10 +41,12 @@ def built(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counts
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_nothing_is_built_once_the_engine_is_ready(built: Counter[str], dtype: str) -> None:
-    settings = options(device="cuda", rows=16, pages=200, tokens=STEP, policy="priority")
-    driver = Driver(Engine({"model": {"name": str(tiny_dense()), "dtype": dtype}} | settings, plugins=[ByteTokenizerPlugin()]))
+@pytest.mark.parametrize(("dtype", "vocab"), [("bfloat16", 151_936), ("float32", 331)])
+def test_nothing_is_built_once_the_engine_is_ready(built: Counter[str], dtype: str, vocab: int) -> None:
+    """Of a large vocabulary the kernels that choose tokens are others for few rows than for many."""
+    settings = options(device="cuda", rows=32, pages=200, tokens=STEP, policy="priority")
+    model = {"name": str(tiny_dense(vocab_size=vocab)), "dtype": dtype}
+    driver = Driver(Engine({"model": model} | settings, plugins=[ByteTokenizerPlugin()]))
     probe = EngineProbe(driver)
     built.clear()
 
@@ -61,8 +67,14 @@ def test_nothing_is_built_once_the_engine_is_ready(built: Counter[str], dtype: s
     run("chunks", (150, GREEDY), (200, SAMPLED))
     run("sampled", (16, SAMPLED), (17, GREEDY))
     run("filtered", (31, FILTERED), (32, SAMPLED), (33, GREEDY))
+    run("many filtered", *[(5 + k % 3, FILTERED) for k in range(32)])
     run("edited", (20, EDITED), (21, GREEDY))
+    run("edited and sampled", (20, EDITED_DRAWS), (21, SAMPLED), (22, BIASED))
+    run("edited and filtered", *[(5, EDITED_DRAWS), (6, FILTERED), (7, ALLOWED)] * 10)
+    run("masks", (20, ALLOWED), (21, GREEDY))
+    run("many masks", *[(20, ALLOWED)] * 30)
     run("log-probs", (20, LOGPROBS), (21, GREEDY))
+    run("log-probs beside masks", (20, LOGPROBS), (21, ALLOWED), (22, FILTERED))
     run("log-probs of prompts", (20, PROMPTS), (150, PROMPTS), (33, GREEDY))
     driver.add("low", P(40, 1), GREEDY.model_copy(update={"output_kind": OutputKind.CUMULATIVE}), priority=1)
     driver.step_until(lambda: driver.num_tokens("low") >= 3)

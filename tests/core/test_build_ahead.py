@@ -8,6 +8,7 @@ import torch
 
 from modelrunner import Engine, Offer, SamplingParams, hookimpl
 from modelrunner.device import Device
+from modelrunner.graphs import BUILT
 from modelrunner.testing import ByteTokenizerPlugin, Driver, P, assert_same, dense, options, tiny_dense
 from modelrunner.testing.null_device import NullDevice
 
@@ -40,9 +41,8 @@ def test_everything_that_start_up_runs_is_built_before() -> None:
     driver = Driver(Engine(settings, plugins=[ByteTokenizerPlugin(), BuilderPlugin()]))
     device = driver.engine.assembly.device
     assert isinstance(device, Builder)
-    assert (
-        device.built == 6 + 3 + 6 + 2
-    )  # tails that the warm-up tries, and log-probs alone; prompts; numbers of rows by kinds of tail, bodies
+    # Tails that the warm-up tries, and log-probs alone; prompts; numbers of rows by kinds of tail, bodies; tails for few rows and for many.
+    assert device.built == 6 + 3 + 6 + 2 + 2 * len(BUILT)
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     for k in range(5):
         driver.add(str(k), P(3 + 9 * k, k), params)

@@ -90,6 +90,22 @@ def test_no_seats_for_masks(make: Callable[..., Driver]) -> None:
     assert not driver.engine.has_unfinished()
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_max_tokens_cuts_an_output_that_is_not_complete(make: Callable[..., Driver], depth: int) -> None:
+    """It is the beginning of one that satisfies the constraint, and the reason says that it is cut; one that is complete in time is not."""
+    texts = ["a long text that goes on", "another long text that goes on"]
+    driver = make(depth=depth)
+    params = choice(*texts).model_copy(update={"max_tokens": 3})
+    driver.add("cut", P(9, 1), params)
+    driver.add("whole", P(9, 2), choice(*texts).model_copy(update={"max_tokens": max(map(len, texts))}))
+    driver.finish()
+    cut, whole = driver.result("cut"), driver.result("whole")
+    assert (cut.finish_reason, len(cut.token_ids)) == ("length", 3)
+    assert any(text.startswith(written(cut.token_ids)) for text in texts)
+    assert (whole.finish_reason, written(whole.token_ids) in texts) == ("stop", True)
+    EngineProbe(driver).assert_clean()
+
+
 def test_requests_share_few_seats(make: Callable[..., Driver]) -> None:
     driver = make(settings={"sampler.allow_list_seats": 2})
     for i in range(6):

@@ -49,6 +49,30 @@ def test_stands_after_penalties_and_before_temperature() -> None:
     assert list(driver.result("b").token_ids) == list(plain.token_ids)
 
 
+@pytest.mark.parametrize("processors", [(), (Shift(),)], ids=["none-installed", "none-asked-for"])
+def test_without_one_tokens_are_chosen_from_the_models_own_logits(processors: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not from a copy of them in float32."""
+    engine = with_processors(*processors).engine() if processors else dense().engine()
+    sampler, made, chosen = engine.assembly.sampler, [], []
+    logits, best = engine.runner.state.logits, sampler.ops.greedy_rows
+
+    def noted_logits(hidden: torch.Tensor) -> torch.Tensor:
+        made.append(logits(hidden).bfloat16())
+        return made[-1]
+
+    def noted_choice(given: torch.Tensor, samples: torch.Tensor) -> Any:
+        chosen.append(given)
+        return best(given, samples)
+
+    monkeypatch.setattr(engine.runner.state, "logits", noted_logits)
+    monkeypatch.setattr(sampler.ops, "greedy_rows", noted_choice)
+    driver = Driver(engine)
+    driver.add("a", P(12, 1), GREEDY)
+    driver.finish()
+    assert len(made) == 12
+    assert all(one is other for one, other in zip(made, chosen, strict=True))
+
+
 def test_processors_act_in_the_order_of_registration() -> None:
     one, two = Shift("one"), Shift("two")
     driver = Driver(with_processors(one, two).engine())

@@ -252,7 +252,10 @@ def sweep(bench: Bench, many: list[int], options: argparse.Namespace, end: float
     products, name = bench.model.products[:4], bench.model.name
     begun, swept = time.time(), [rows for rows in many if str(rows) in options.sweep.split(",") or options.sweep == "all" or DRY]
     todo = {
-        rows: {p.name: list(dict.fromkeys([default(p, rows), *(candidates(p, rows) if rows in swept else ())])) for p in products}
+        rows: {
+            p.name: list(dict.fromkeys([default(p, rows), *(candidates(p, rows, options.streams) if rows in swept else ())]))
+            for p in products
+        }
         for rows in many
     }
     for rows in many:
@@ -298,6 +301,7 @@ def main() -> None:
     parser.add_argument("--rows", default="1,8,32,64,128", help="of Qwen3-0.6B")
     parser.add_argument("--large-rows", default="1,32", help="of Qwen3-8B; none: leave it out")
     parser.add_argument("--sweep", default="all", help="for which of these rows; none: the shipped configurations alone")
+    parser.add_argument("--streams", action="store_true", help="above 32 rows sweep no other tiles")
     parser.add_argument("--sums", action="store_true", help="also the launch that adds parts, in other shapes")
     parser.add_argument("--processes", type=int, default=14)
     parser.add_argument("--seconds", type=float, default=240, help="when the sweep of a model ends")

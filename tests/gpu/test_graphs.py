@@ -89,12 +89,16 @@ def steady() -> Iterator[Driver]:
 
 
 def test_two_hundred_steps_wait_for_nothing_but_their_events(steady: Driver) -> None:
-    assert_no_wait(steady, lambda step: None, launches=200)
+    assert_no_wait(steady, lambda step: None, steps=200, launches=200)
 
 
 def test_steps_with_prompts_wait_for_nothing_either() -> None:
-    """Two prompts come in each third step and are soon answered; by then every shape has been met twice, so all of it is captured."""
+    """Two prompts come in each third step and are soon answered; by then every shape has been met twice, so all of it is captured.
+
+    Then a step with prompts is two graphs, body and tail, and every other is one.
+    """
     driver = start(depth=2, rows=16)
+    runs = count_runs(driver)
     driver.add("long", P(4, 1), SamplingParams(temperature=0, max_tokens=250, ignore_eos=True, output_kind=OutputKind.FINAL_ONLY))
 
     def arrive(step: int) -> None:
@@ -105,10 +109,12 @@ def test_steps_with_prompts_wait_for_nothing_either() -> None:
         arrive(step)
         driver.engine.step()
     driver.steps = 1  # names the requests of the second round
-    assert_no_wait(driver, arrive, launches=190, steps=120)
+    runs.clear()
+    assert_no_wait(driver, arrive, steps=120, launches=160)
+    assert runs == {"step": 80, "body": 40, "tail": 40}
 
 
-def assert_no_wait(driver: Driver, before: Callable[[int], None], launches: int, steps: int = 200) -> None:
+def assert_no_wait(driver: Driver, before: Callable[[int], None], steps: int, launches: int) -> None:
     """Run steps, each after `before`; none may wait, allocate or load a module, and so many graphs must be launched."""
     from torch.profiler import ProfilerActivity, profile
 

@@ -23,6 +23,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 @pytest.fixture(autouse=True)
 def _float32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MODELRUNNER_MODEL__DTYPE", "float32")
+    monkeypatch.setenv("MODELRUNNER_GRAPHS__MAX_TOKENS", "64")  # steps with prompts of each size have kernels of their own to build
     monkeypatch.syspath_prepend(str(FOLDER))
     for name in [name for name in sys.modules if name.startswith("modelrunner_no_repeat")]:
         monkeypatch.delitem(sys.modules, name)
@@ -61,7 +62,7 @@ def no_synchronisation() -> Iterator[None]:
     torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("short", [{"depth": 2}, {"depth": 3, "tokens": 32}, {"pages": 12, "rows": 5}], ids=str)
+@pytest.mark.parametrize("short", [{"depth": 3, "tokens": 32}, {"pages": 12, "rows": 5}], ids=str)
 def test_processors_give_the_tokens_of_the_cpu(short: dict[str, Any], wanted: list[list[int]]) -> None:
     driver = Driver(subject().engine(device=DEVICE, **short))
     assert run(driver) == wanted
@@ -86,11 +87,10 @@ class NoRepeat:
         return logits
 
 
-@pytest.mark.parametrize("depth", [1, 3])
-def test_functions_see_the_true_tokens(depth: int) -> None:
+def test_functions_see_the_true_tokens() -> None:
     outputs = []
     for device in ("cpu", DEVICE):
-        driver, functions = Driver(dense().engine(device=device, depth=depth)), [NoRepeat() for _ in range(4)]
+        driver, functions = Driver(dense().engine(device=device, depth=3)), [NoRepeat() for _ in range(4)]
         for i, function in enumerate(functions):
             driver.add(f"f{i}", P(15, i), asking(0, logits_processors=[function]))
             driver.add(f"p{i}", P(15, i), asking(0))
@@ -101,7 +101,7 @@ def test_functions_see_the_true_tokens(depth: int) -> None:
     assert outputs[0] == outputs[1]
 
 
-@pytest.mark.parametrize("short", [{}, {"prefix": False, "depth": 3}, {"pages": 16}], ids=str)
+@pytest.mark.parametrize("short", [{"prefix": False, "depth": 3}, {"pages": 16}], ids=str)
 def test_choices_are_those_of_the_cpu(short: dict[str, Any]) -> None:
     params = SamplingParams(n=6, temperature=1.0, seed=11, max_tokens=40, ignore_eos=True, output_kind=OutputKind.FINAL_ONLY)
     outputs = []

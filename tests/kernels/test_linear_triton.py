@@ -29,7 +29,12 @@ TILES = [
     Tiles(64, 64, 64, 1, 4, 3),
     Tiles(32, 32, 64, 3, 4, 1),
 ]
-STREAMS = [Stream(16, 32, 32, 1, 4, 2, 64), Stream(32, 64, 32, 3, 4, 2)]
+STREAMS = [
+    Stream(16, 32, 32, 1, 4, 2, 64),
+    Stream(32, 64, 32, 3, 4, 2),
+    Stream(32, 64, 32, 2, 4, 3, early=1),
+    Stream(16, 32, 32, 2, 4, 3, early=2),
+]
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,8 @@ import torch
 from modelrunner import Engine, cli
 from modelrunner.errors import ModelRunnerError
 from modelrunner.plugin_manager import PluginManager
-from modelrunner.plugins.bench import drive, floor, hardware, host, parts, profiler, session, startup, stream
+from modelrunner.plugins.bench import asked, drive, floor, hardware, host, parts, profiler, session, startup, stream
+from modelrunner.plugins.bench.asked import GREEDY
 from modelrunner.plugins.bench.models import model_folder
 from modelrunner.plugins.bench.scenarios import Job
 from modelrunner.plugins.bench.suite import Bench, Options
@@ -49,7 +50,7 @@ def test_a_run_counts_what_the_engine_did(engine: Engine) -> None:
     run = drive.drive(engine, jobs)
     assert (run.output_tokens, run.steps, run.cached_tokens, run.preemptions) == (16, 9, 0, 0)
     assert 0 < run.adding < run.seconds
-    assert drive.drive(engine, jobs, temperature=0.6).cached_tokens == 0, "a run does not find what an earlier one left"
+    assert drive.drive(engine, jobs, {"temperature": 0.6}).cached_tokens == 0, "a run does not find what an earlier one left"
 
 
 def test_other_work_than_asked_is_no_result() -> None:
@@ -77,7 +78,7 @@ def test_products_and_copies_take_time(engine: Engine) -> None:
 def test_a_record_has_the_speed_and_its_floors(engine: Engine) -> None:
     bench = Bench(engine, MACHINE, Options(repeat=2), {"model": "m"})
     workload = WORKLOADS["bs8"].scaled(0.05)
-    record = json.loads(json.dumps(bench.measure(workload, 0.0)))
+    record = json.loads(json.dumps(bench.measure(workload, GREEDY)))
     assert (record["scenario"], record["requests"], record["prompt_tokens"], record["output_tokens"]) == ("bs8", 1, 6, 26)
     low, high = sorted(record["seconds"])
     assert record["tokens_per_second"] == pytest.approx(26 / ((low + high) / 2))
@@ -91,7 +92,7 @@ def test_a_record_has_the_speed_and_its_floors(engine: Engine) -> None:
 
 
 def test_a_slow_workload_is_not_repeated(engine: Engine) -> None:
-    record = Bench(engine, MACHINE, Options(repeat=5, limit=0.0), {}).measure(WORKLOADS["bs1"].scaled(0.01), 0.0)
+    record = Bench(engine, MACHINE, Options(repeat=5, limit=0.0), {}).measure(WORKLOADS["bs1"].scaled(0.01), GREEDY)
     assert len(record["seconds"]) == 1
 
 
@@ -138,9 +139,19 @@ def test_a_profile_tells_kernels_and_waits() -> None:
     assert (found.span, found.busy, list(found.gaps)) == (45, 37, [5, 3])
     assert found.idle == pytest.approx(8 / 45)
     lines = list(profiler.lines(profiler.as_record(found), most=2))
-    assert "22.5 us a step, device busy 18.5 us, idle 17.8% (longest gaps 5.0, 3.0 us)" in lines[0]
+    assert "22.5 us a step, device busy 18.5 us, idle 17.8% between launches (longest gaps 5.0, 3.0 us) and 0.0% inside graphs" in lines[0]
     assert lines[2].split() == ["15.00", "76.9%", "1.00", "15.00", "matmul"]
     assert lines[-1].split() == ["2.00", "0.50", "1", "more"]
+
+
+def test_waits_inside_a_graph_are_told_apart() -> None:
+    """All kernels of a graph come from one launch, even where the next graph's first kernel starts before its last one ends."""
+    launches = [("a", 100, 10, 7), ("b", 112, 10, 7), ("c", 121, 4, 8), ("d", 130, 10, 8), ("e", 145, 5, 9)]
+    trace = [event(name, start, length) | {"args": {"correlation": launch}} for name, start, length, launch in launches]
+    found = profiler.profile_of(trace, steps=1)
+    assert (list(found.gaps), found.inside, found.span) == ([5], 2 + 5, 50)
+    assert (found.idle, found.idle_inside) == (pytest.approx(0.1), pytest.approx(0.14))
+    assert "idle 10.0% between launches (longest gaps 5.0 us) and 14.0% inside graphs" in next(profiler.lines(profiler.as_record(found)))
 
 
 def test_without_a_gpu_the_hosts_operators_stand_in() -> None:
@@ -152,7 +163,7 @@ def test_without_a_gpu_the_hosts_operators_stand_in() -> None:
 
 def test_steps_of_an_engine_are_profiled_and_dropped(engine: Engine) -> None:
     jobs = [Job((7 + place, *range(20, 24)), 40) for place in range(3)]
-    found = profiler.profile_steps(engine, jobs, 0.0, 4, steady=True)
+    found = profiler.profile_steps(engine, jobs, GREEDY, 4, steady=True)
     assert found.steps == 4
     assert any("mm" in kernel.name for kernel in found.kernels)
     assert found.host["step"] == pytest.approx(sum(found.host[name] for name in (*parts.PARTS, "rest")))
@@ -210,17 +221,20 @@ def test_blocks_are_as_long_as_pages() -> None:
 
 
 def test_command_line_runs_every_scenario(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    names = ["bs1", "wide", "offline@0.6", "prefill", "mixed"]
+    names = ["bs1", 'wide@0.8,top_p=0.9,logit_bias={"5":1,"7":2}', "offline@0.6", "prefill", "mixed"]
     options = ["--dry", "--json", "--plot", str(tmp_path / "p.svg"), "--record", str(tmp_path / "r.jsonl"), "--profile-of", "bs1"]
     assert cli.main(["bench", *names, *options]) == 0
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(record["scenario"], record["temperature"]) for record in found] == [
-        ("bs1", 0), ("wide", 0), ("offline", 0.6), ("prefill", 0), ("mixed", 0),
+        ("bs1", 0), ("wide", 0.8), ("offline", 0.6), ("prefill", 0), ("mixed", 0),
     ]  # fmt: skip
     assert [json.loads(line) for line in (tmp_path / "r.jsonl").read_text().splitlines()] == found
     assert ["profile" in record for record in found] == [True, False, False, False, False]
     assert {record["model"] for record in found} == {"tiny"}
     assert {record["max_rows"] for record in found} == {31}, "one engine, with room for the widest"
+    assert found[1]["sampling"] == {"top_p": 0.9, "logit_bias": {"5": 1, "7": 2}}
+    assert "sampling" not in found[2]
+    assert asked.told(found[1]) == names[1].partition("@")[2], "as it was asked for"
     assert found[3]["counted"] == "prompt"
     assert found[4]["inter_token_ms"]["p50"] <= found[4]["inter_token_ms"]["p99"]
     assert re.search("offline@0.6: tiny, float32, (plain|packed)", (tmp_path / "p.svg").read_text())
@@ -242,10 +256,10 @@ def test_command_line_tells_people(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_scenario_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     measure = Bench.measure
 
-    def fragile(self: Bench, workload: Any, temperature: float) -> Any:
+    def fragile(self: Bench, workload: Any, sampling: Any) -> Any:
         if workload.name == "bs1":
             raise RuntimeError("out of\nmemory")
-        return measure(self, workload, temperature)
+        return measure(self, workload, sampling)
 
     monkeypatch.setattr(Bench, "measure", fragile)
     assert cli.main(["bench", "bs1", "bs8", "--dry", "--scale", "0.01", "--json"]) == 1
@@ -258,8 +272,12 @@ def test_a_scenario_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch
     ("arguments", "message"),
     [
         (["bs2"], "invalid choice: 'bs2'"),
-        (["cpu1@0.5"], "cpu1 has no temperature"),
-        (["bs1@warm"], "'warm' is no temperature"),
+        (["cpu1@0.5"], "cpu1 does not sample"),
+        (["bs1@warm"], "'warm' is no value of temperature"),
+        (["bs1@0.6,top_q=1"], "top_q"),
+        (["bs1@0.6,top_p=2"], "top_p"),
+        (["bs1@0.6,max_tokens=2"], "max_tokens is the benchmark's own to set"),
+        (["bs1", "--sampling", "0.6,warm"], "'0.6,warm' is no value of temperature"),
         (["bs1", "--compare", "transformers"], "--compare goes with cpu1 and cpu32, not with bs1"),
         (["bs1", "--scale", "2"], "'2' is not a number above 0 and up to 1"),
     ],
@@ -287,4 +305,4 @@ def test_the_gpu_script_knows_its_parts() -> None:
     assert os.access(script, os.X_OK)
     wrong = subprocess.run([script, "everything"], capture_output=True, text=True, timeout=60, check=False)
     assert wrong.returncode == 2
-    assert "no part is called everything: tests small large host startup profile" in wrong.stderr
+    assert "no part is called everything: tests small large host sampling startup profile" in wrong.stderr

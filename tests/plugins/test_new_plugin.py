@@ -158,6 +158,13 @@ def test_an_architecture_is_guessed_unless_it_is_given(tmp_path: Path, capsys: p
         assert name in (package / "tests" / "test_modelrunner_night_orchid.py").read_text()
 
 
+@pytest.mark.parametrize(("architecture", "told"), [("LlamaForCausalLM", True), ("OrchidForCausalLM", False)])
+def test_who_bids_already_is_told(architecture: str, told: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["new-plugin", "orchid", "--kind", "model-state", "--architecture", architecture, "--into", str(tmp_path)]) == 0
+    said = "LlamaForCausalLM is run by modelrunner:dense too: while both are installed, choose one with pin.model_state=orchid."
+    assert (said in capsys.readouterr().out) is told
+
+
 @pytest.mark.parametrize(("kind", "name", "message"), [("model-state", "a b", "accepted: a class name"), ("observer", "X", "has none")])
 def test_an_architecture_that_cannot_be_is_refused(
     kind: str, name: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

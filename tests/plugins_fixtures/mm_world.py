@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 from tiny_mm import PLACEHOLDER, SIDE, greedy, image, mm
 
@@ -66,7 +67,24 @@ def engine(arena: int | None = None, more: dict[str, Any] | None = None, media: 
     settings = {"model": {"name": subject.model}, "media": section} | options(**{"device": "deferred_cpu"} | short) | (more or {})
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*max_model_len.*")
-        return Driver(Engine(settings, plugins=subject.plugins))
+        driver = Driver(Engine(settings, plugins=subject.plugins))
+    if driver.engine.assembly.media.encodes:
+        watch_lines(driver.engine)
+    return driver
+
+
+def watch_lines(engine: Engine) -> None:
+    """No line is written again while a step in flight reads it, be it for a request that has ended."""
+    media: Any = engine.media
+    start = media._start
+
+    def watched(items: Any, lines: Any) -> Any:
+        for plan in engine.scheduler._in_flight:
+            if plan.media is not None:
+                assert not set(np.concatenate(lines).tolist()) & set(plan.media.lines.tolist()), "a line is written that a step may read"
+        return start(items, lines)
+
+    media._start = watched
 
 
 class Positions:

@@ -1,8 +1,8 @@
 """The tiny multimodal model of tests: a Llama with three-row rotary positions (M-RoPE), an image encoder, and one vector of features
 beside each embedding, which the first layer's output takes up.
 
-An image of h x w patches (4 pixels a side) becomes h * w placeholder tokens, or more with separators between its rows (option `separated`). An
-embedding depends on its own patch and on the mean of all of them. `logits_of` computes the same in plain torch from the checkpoint alone.
+An image of h x w patches (4 pixels a side) becomes h * w placeholder tokens, or more with separators behind its rows (option `separated`).
+An embedding depends on its own patch and on the mean of all. `logits_of` computes the same in plain torch from the checkpoint alone.
 
 Importable by name from an engine process, as plugin objects must be.
 """

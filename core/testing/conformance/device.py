@@ -159,6 +159,7 @@ class DeviceConformance:
         device = self.make()
         for dtype in (torch.int32, torch.float32, torch.int64, torch.uint8, torch.bfloat16):
             source = torch.arange(6, device=device.torch_device).view(2, 3).to(dtype)
+            device.synchronize()  # no work of the device's made it
             buffer = device.pinned(64)
             buffer.array[:] = 0xEE
             device.download(give(source), buffer).wait()

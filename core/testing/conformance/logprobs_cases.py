@@ -31,17 +31,23 @@ def token_logprobs(ops: Any, draw: Any, lines: int, vocab: int, num_top: int, ki
     return ranks, ids, values, torch.where(logits == kept, 0.0, 1.0)
 
 
-def processed_logits(ops: Any, draw: Any, lines: int, vocab: int, filters: bool) -> Any:
-    logits = draw.noise(lines, vocab) * 3
+def processed_logits(ops: Any, draw: Any, lines: int, vocab: int, filters: str) -> Any:
+    """filters: `none`; `few`, of which top-k keeps less than ten or all; `many`, hundreds; `coarse`, few among logits many of which are
+    equal; `p`, top-p alone."""
+    logits = draw.noise(lines, vocab + 3)[:, :vocab] * 3
+    logits = (logits / 4).round() * 4 if filters == "coarse" else logits
+    logits[:, vocab // 2 :: 7] = -torch.inf
     kept = logits.clone()
     temperature = torch.where(draw.uniform(lines) < 0.3, 0.0, 0.3 + draw.uniform(lines))
-    given = (draw.integers(0, 9, lines, dtype=torch.int32), 0.5 + 0.5 * draw.uniform(lines), 0.1 * draw.uniform(lines))
-    return ops.processed_logits(logits, temperature, *(given if filters else (None, None, None))), logits - kept
+    low, high = (200, 1500) if filters == "many" else (0, 9)
+    top_k, top_p = draw.integers(low, high, lines, dtype=torch.int32), 0.5 + 0.5 * draw.uniform(lines)
+    given = {"none": (None, None, None), "p": (None, top_p, None)}.get(filters, (top_k, top_p, 0.1 * draw.uniform(lines)))
+    return ops.processed_logits(logits, temperature, *given), torch.where(logits == kept, 0.0, 1.0)
 
 
 SIZES = ((1, 5), (5, 70), (3, 4100))
 KINDS = ("normal", "coarse", "flat", "masked")
 LOGPROBS_CASES: dict[str, tuple[Any, Any]] = {
     "token_logprobs": (token_logprobs, tuple((*size, top, kind) for size in SIZES for top in (0, 7, 20) for kind in KINDS)),
-    "processed_logits": (processed_logits, tuple((*size, filters) for size in SIZES for filters in (False, True))),
+    "processed_logits": (processed_logits, tuple((*size, filters) for size in SIZES for filters in ("none", "few", "many", "coarse", "p"))),
 }

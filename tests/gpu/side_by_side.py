@@ -1,0 +1,123 @@
+"""Runs the tests of a GPU in several processes at once: `python3 -P tests/gpu/side_by_side.py [--alone FILE] FILES OR FOLDERS`.
+
+What they take long for is building kernels, one after the other in each process. So the tests that are marked `gpu` are dealt out to
+processes: those of a file to one, or to several if they are many. Files of --alone want the GPU to themselves and come last, for which an
+eighth of --seconds is kept. What has not ended in time is stopped and told; the last line sums up. Ends with 1 if anything failed or did
+not end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+
+LONG = ("test_random_run.py", "test_graphs.py", "test_logprobs.py", "test_deterministic.py")  # begin first
+# pyproject.toml says -q
+PYTEST = (sys.executable, "-P", "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "gpu")
+MOST = 9  # tests of a process
+ENDED = re.compile(r"\bin [\d.]+s")
+
+
+@dataclass(frozen=True)
+class Part:
+    """Tests of one process: their ids, and a name for people."""
+
+    name: str
+    tests: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One process: whether it ended by itself (status), pytest's counts by kind of result, what it printed."""
+
+    part: Part
+    status: int | None
+    seconds: float
+    counts: Counter[str]
+    output: str
+
+
+def parts(named: Sequence[str]) -> list[Part]:
+    """The marked tests of files and folders, file by file. Raises RuntimeError if pytest cannot collect them."""
+    done = subprocess.run([*PYTEST, "--collect-only", *named], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"pytest could not collect {' '.join(named)}:\n{done.stdout[-4000:]}{done.stderr[-4000:]}")
+    files: dict[str, list[str]] = {}
+    for test in done.stdout.splitlines():
+        if "::" in test:
+            files.setdefault(test.split("::")[0], []).append(test)
+    found = []
+    for file, tests in files.items():
+        blocks = [tuple(tests[first : first + MOST]) for first in range(0, len(tests), MOST)]
+        found += [Part(file if len(blocks) == 1 else f"{file} ({i + 1} of {len(blocks)})", block) for i, block in enumerate(blocks)]
+    return sorted(found, key=lambda part: next((i for i, name in enumerate(LONG) if name in part.name), len(LONG)))
+
+
+def run(part: Part, end: float) -> Outcome:
+    begun = time.monotonic()
+    command = [*PYTEST, "-rfE", "--tb=short", "--no-header", *part.tests]
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as log:
+        try:
+            left = end - begun
+            if left < 1:
+                raise subprocess.TimeoutExpired(command, 0)
+            status: int | None = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, timeout=left, check=False).returncode
+        except subprocess.TimeoutExpired:
+            status = None
+        log.seek(0)
+        output = log.read()
+    return Outcome(part, status, time.monotonic() - begun, counts(output), output)
+
+
+def counts(output: str) -> Counter[str]:
+    """From the line that ends pytest's output, or, where it was stopped, from its dots."""
+    for line in reversed(output.splitlines()):
+        if ENDED.search(line):
+            return Counter({kind: int(number) for number, kind in re.findall(r"(\d+) (passed|failed|errors?|skipped)", line)})
+    dots = Counter("".join(line.split(" ")[0] for line in output.splitlines() if re.fullmatch(r"[.FEsx]+( +\[ *\d+%\])?", line)))
+    return Counter({kind: dots[letter] for letter, kind in ((".", "passed"), ("F", "failed"), ("s", "skipped")) if dots[letter]})
+
+
+def told(outcome: Outcome) -> str:
+    kinds = ", ".join(f"{number} {kind}" for kind, number in outcome.counts.items()) or "nothing"
+    line = f"{outcome.seconds:6.1f} s  {outcome.part.name}: {kinds}{'' if outcome.status is not None else ', then stopped'}"
+    return f"{outcome.output[-6000:]}\n{line}" if outcome.status else line
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--workers", type=int, default=8)
+    parser.add_argument("--seconds", type=float, default=600)
+    parser.add_argument("--alone", action="append", default=[])
+    parser.add_argument("named", nargs="+")
+    options = parser.parse_args(arguments)
+    begun, outcomes = time.monotonic(), list[Outcome]()
+
+    def one(part: Part, share: float = 1.0) -> None:
+        outcomes.append(outcome := run(part, begun + share * options.seconds))
+        print(told(outcome), flush=True)
+
+    found = parts(options.named)
+    alone = [part for part in found if part.name.split(" ")[0] in options.alone]
+    with ThreadPoolExecutor(options.workers) as pool:
+        list(pool.map(partial(one, share=7 / 8), [part for part in found if part not in alone]))
+    for part in alone:
+        one(part)
+    total = sum((outcome.counts for outcome in outcomes), Counter[str]())
+    stopped = [outcome.part.name for outcome in outcomes if outcome.status is None]
+    kinds = ", ".join(f"{number} {kind}" for kind, number in sorted(total.items())) or "nothing ran"
+    print(f"{kinds} in {time.monotonic() - begun:.0f} s{'; stopped: ' + ', '.join(stopped) if stopped else ''}")
+    return 0 if all(outcome.status == 0 for outcome in outcomes) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

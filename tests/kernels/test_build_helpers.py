@@ -1,0 +1,108 @@
+"""Processes that build kernels: what they build is found in the cache, and without them everything is built here."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from modelrunner.kernels import build_helpers
+from modelrunner.kernels.build_helpers import Helpers, job_of
+
+BUILD_ONE = textwrap.dedent(
+    """
+    import json, sys
+    from triton import compile, knobs
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from modelrunner.kernels.build_helpers import Helpers, job_of
+    from modelrunner.kernels.linear.tiles import sum_kernel
+
+    names = {"part_ptr": "*fp32", "out_ptr": "*bf16", "T": "i32", "N": "i32", "x_stride": "i32", "residual_stride": "i32", "eps": "fp32"}
+    constants = {"x_ptr": None, "scale_ptr": None, "residual_ptr": None, "K": 64, "BLOCK_K": 64, "BLOCK": 32}
+    constants |= {"SPLIT": 2, "ACT": 0, "PDL": True}
+    signature = {name: names.get(name, "constexpr") for name in sum_kernel.arg_names}
+
+    class Options:
+        def __init__(self, warps):
+            self.num_warps = warps
+
+    def build_of(src, target, options):
+        return lambda: compile(src, target=target, options=options.__dict__)
+
+    hits = []
+    knobs.compilation.listener = lambda src, metadata, metadata_group, times, cache_hit: hits.append(cache_hit)
+    helpers = Helpers()
+    target = GPUTarget("cuda", 90, 32)
+    for warps in (1, 2, 4):
+        build = build_of(ASTSource(sum_kernel, signature, constants, {}), target, Options(warps))
+        assert job_of(build) is not None
+        if warps == 4:
+            helpers.started[0].kill()
+            helpers.started[0].wait()
+        helpers.build(build)
+        helpers.start(1)
+    helpers.close()
+    print(json.dumps(hits))
+    """
+)
+
+
+def test_what_a_process_builds_is_found_in_the_cache(tmp_path: Path) -> None:
+    """Of three builds the first starts the process, the second is its, and the third is done here, as the process is gone."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
+    ran = subprocess.run([sys.executable, "-P", "-c", BUILD_ONE], env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.strip() == "[false, true, false]"
+
+
+def closed_over(**values: Any) -> Callable[[], Any]:
+    src, target, options = (values.get(name) for name in ("src", "target", "options"))
+    return lambda: (src, target, options)
+
+
+class Source:
+    """As Triton's: a function with its types, constants and attributes."""
+
+    def __init__(self, module: str, constants: Any) -> None:
+        self.fn = type("Function", (), {"__module__": module, "__name__": "kernel", "cache_key": "abc"})()
+        self.signature, self.constants, self.attrs = {"x_ptr": "*fp32"}, constants, {}
+
+
+class Options:
+    def __init__(self) -> None:
+        self.num_warps = 4
+
+
+def test_only_what_another_process_can_build_is_a_job() -> None:
+    job = job_of(closed_over(src=Source("somewhere", {(1,): 32}), target="cuda:90", options=Options()))
+    assert job is not None
+    assert (job.module, job.name, job.source, job.options) == ("somewhere", "kernel", "abc", {"num_warps": 4})
+    assert job_of(closed_over(src=Source("__main__", {}), target="cuda:90", options=Options())) is None
+    assert job_of(closed_over(src=Source("somewhere", {(1,): lambda: 1}), target="cuda:90", options=Options())) is None
+    assert job_of(closed_over()) is None
+    assert job_of(print) is None
+
+
+def test_quick_builds_start_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    helpers, asked = Helpers(), []
+    monkeypatch.setattr(helpers, "start", asked.append)
+    assert helpers.build(lambda: "kernel") == "kernel"
+    assert not asked
+    monkeypatch.setattr(build_helpers, "SLOW", -1.0)
+    assert helpers.build(lambda: "kernel") == "kernel"
+    assert len(asked) == 1
+
+
+def test_what_goes_wrong_here_is_told() -> None:
+    def broken() -> None:
+        raise ValueError("no such type")
+
+    with pytest.raises(ValueError, match="no such type"):
+        Helpers().build(broken)
