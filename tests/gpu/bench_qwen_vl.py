@@ -1,7 +1,7 @@
 """Images in a large model: throughput, what the encoder's arena saves, and what encoding costs those who decode.
 
-    python3 -P tests/gpu/bench_media.py            # Qwen2.5-VL-3B's configuration, dummy weights in bfloat16, on the GPU
-    python3 -P tests/gpu/bench_media.py --dry      # the same, tiny, on the CPU
+    python3 -P tests/gpu/bench_qwen_vl.py            # Qwen2.5-VL-3B's configuration, dummy weights in bfloat16, on the GPU
+    python3 -P tests/gpu/bench_qwen_vl.py --dry      # the same, tiny, on the CPU
 
 1. 64 requests with one image of 1024 x 1024 pixels each, 128 tokens out: processing (threads of the host, before the engine) and the run
    are timed apart. Then the same requests again, with the images in the arena, and without (`reset_media_cache`).
