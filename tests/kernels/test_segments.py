@@ -7,6 +7,7 @@ import torch
 
 from modelrunner.kernels.attention import segment_attention
 from modelrunner.kernels.attention.segments import packed_segment_attention
+from modelrunner.testing.conformance import KernelConformance
 
 SCALE = 0.3
 
@@ -25,6 +26,12 @@ def test_each_token_sees_its_segment(lengths: tuple[int, ...], function: object)
     out = function(q, k, v, starts, lengths, scale=SCALE)  # type: ignore[operator]
     assert out.dtype == torch.float32
     torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.gpu
+class TestPackedOnCuda(KernelConformance):
+    op = "segment_attention"
+    device_type = "cuda"
 
 
 def test_no_tokens() -> None:

@@ -327,6 +327,16 @@ class TakesMedia(StateCase):
         forbid_values(engine)
         self.media.assert_plain(self.media.run(engine))
 
+    def test_media_do_not_synchronise_on_a_gpu(self, synchronisation_is_an_error: None) -> None:
+        """The tokens of the CPU, without a wait inside a step or an encoding; the second time every picture is encoded anew."""
+        engine = self.lab.engine(device="cuda", tokens=self.small_step, prefix=False)
+        self.media.run(engine)
+        engine.reset_media_cache()
+        torch.cuda.set_sync_debug_mode("error")
+        outputs = self.media.run(engine)
+        torch.cuda.set_sync_debug_mode("default")
+        self.media.assert_plain(outputs)
+
     def test_the_item_of_the_warm_up(self) -> None:
         """As large as is asked for, or a little less, and it can be encoded."""
         needs = self.media.engine.assembly.needs.media

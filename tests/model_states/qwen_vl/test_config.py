@@ -176,7 +176,7 @@ def test_limits_come_from_the_files_beside_the_checkpoint(tmp_path: Path) -> Non
 
 
 def test_both_spellings_of_a_checkpoint(pair: tuple[Any, Loaded], tmp_path: Path) -> None:
-    """`visual.*` with `model.*`, and `model.visual.*` with `model.language_model.*`: the one that transformers did not write loads the same."""
+    """`visual.*` and `model.*`, or `model.visual.*` and `model.language_model.*`: those that transformers did not write load the same."""
     from safetensors.torch import load_file, save_file
 
     _, loaded = pair
