@@ -1,21 +1,21 @@
-"""Images on a GPU: the tokens of plain torch, encoded beside the steps, without waiting, and without a kernel built in mid-run."""
+"""Images on a GPU: the tokens of plain torch, encoded beside the steps without waiting; and prompts of embeddings."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from mm_world import GREEDY, Made, assert_expected, made
+from mm_world import GREEDY, Made, assert_expected, made, prepared
+from safetensors.torch import load_file
 from tiny_mm import embeddings_of, mm
 
 from modelrunner import Engine
-from modelrunner.media_front import Prepared
-from modelrunner.testing import Driver, EngineProbe, options
+from modelrunner.testing import Driver, EngineProbe, P, dense, options, ref
+from modelrunner.testing.reference import assert_tokens
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
@@ -26,16 +26,6 @@ def start(dtype: str = "float32", eager: bool = False, arena: int = 64, **short:
     subject = mm()
     settings = options(device="cuda", **short) | {"graphs": {"eager": eager}, "media": {"arena_tokens": arena}}
     return Driver(Engine({"model": {"name": subject.model, "dtype": dtype}} | settings, plugins=subject.plugins))
-
-
-def prepared(driver: Driver, one: Made) -> Prepared:
-    """The prompt as the front makes it ready; without Pillow, which a machine with a GPU may lack."""
-    front = driver.engine.assembly.media.front
-    made_of = [front.processor.process("image", picture, {}) for picture in one.pictures]
-    items = [replace(item, key=repr((one.key, number)).encode()) for number, item in enumerate(made_of)]
-    prompt = front.processor.expand(one.short, items)
-    media = front._checked(prompt, items, front.processor.positions(prompt, items)) if items else None
-    return Prepared(None, prompt.token_ids, media=media)
 
 
 def requests() -> list[Made]:
@@ -78,21 +68,32 @@ def no_waiting() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_nothing_waits_and_nothing_is_built(no_waiting: None, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
+def test_nothing_waits(no_waiting: None, dtype: str) -> None:
     """In the loop and in the thread beside it, from the first image on, with an arena that is too small for all of them."""
-    from triton import knobs
-
-    built: Counter[str] = Counter()
     driver = start(dtype, tokens=64)
     for number, one in enumerate(requests()):
         driver.engine.add_request(str(number), prepared(driver, one), GREEDY)
         driver.outputs[str(number)] = []
-    monkeypatch.setattr(knobs.compilation, "listener", lambda *, src, **_: built.update([src.name]))
     torch.cuda.set_sync_debug_mode("error")
     driver.finish()
     torch.cuda.set_sync_debug_mode("default")
     assert all(driver.result(str(number)).finish_reason == "length" for number in range(7))
-    assert not built, dict(built)
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_prompt_embeddings_give_what_the_ids_give(eager: bool) -> None:
+    subject = dense()
+    table = load_file(Path(subject.model) / "model.safetensors")["model.embed_tokens.weight"]
+    settings = options(device="cuda", tokens=32) | {"graphs": {"eager": eager}, "media": {"prompt_embeds": True, "arena_tokens": 200}}
+    driver = Driver(Engine({"model": {"name": subject.model, "dtype": "float32"}} | settings, plugins=subject.plugins))
+    for number in range(4):
+        driver.add(str(number), {"prompt_embeds": table[P(20 + 40 * number, number)]}, GREEDY)
+    driver.finish()
+    for number in range(4):
+        prompt = P(20 + 40 * number, number)
+        want = ref(subject, prompt, GREEDY)
+        assert_tokens(subject, prompt, driver.result(str(number)).token_ids, want.token_ids, greedy=True)
+    EngineProbe(driver).assert_clean()
 
 
 def test_a_large_upload_goes_in_pieces() -> None:
