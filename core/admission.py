@@ -64,6 +64,7 @@ class Admission:
         caching: bool,
         cache_seed: bytes,
         media: NoMedia | None = None,
+        shifted: bool = False,
     ) -> None:
         """media: what the requests' media are encoded by."""
         self.media = media or NoMedia()
@@ -78,7 +79,7 @@ class Admission:
         self._rows = rows
         self._pool = pool
         self._layouts = [table.layout for table in rows.tables]
-        self._cache = PrefixCache(self._layouts, pool)
+        self._cache = PrefixCache(self._layouts, pool, shifted)
         self._row_values, self._on_admit, self._on_remove = row_values, on_admit, on_remove
         self._chunk = max_batched_tokens
         self._chunked = chunked
@@ -247,7 +248,8 @@ class Admission:
         return self._blocked == (entry.request.sequence, self._pool.gains)
 
     def _fits(self, entry: Entry, known: int, hit: Hit) -> bool:
-        tokens = min(known + 1, entry.request.limit - 1)
+        ahead = max([self._rows.policy.most, *(table.ahead for table in self._rows.tables)])
+        tokens = min(known + 1 + ahead, entry.request.limit - 1)
         needed = 0
         for layout, pages in zip(self._layouts, hit.pages, strict=True):
             idle = int(np.count_nonzero(self._pool.owners[pages] == 0))  # free now, taken by the hit itself
@@ -293,14 +295,15 @@ class Admission:
         if not request.num_preemptions:
             request.num_cached_tokens = hit.length
         entry.seats = self.seats.take(entry.seated)
-        rows.open(row, tokens, hit.length, len(request.prompt_token_ids), request.limit, request.features, request.guide is not None)
+        asked = request.features, request.guide is not None, request.num_draft
+        rows.open(row, tokens, hit.length, len(request.prompt_token_ids), request.limit, *asked)
         self.media.enter(row, request, hit.length)
         for pages in hit.pages:
             self._pool.retain(pages)
-        one, upto = np.array([row], np.int32), np.array([hit.length + chunk], np.int32)
+        one, upto, limit = np.array([row], np.int32), np.array([hit.length + chunk], np.int32), np.array([request.limit], np.int32)
         for table in rows.tables:
             table.take_hit(row, hit)
-            table.grow(one, table.deficit(one, upto), self._pool)
+            table.grow(one, table.lacks(one, upto, limit), self._pool)
             table.hashed[row] = tokens.size // table.tokens_per_page if entry.keys is not None else 0
             values[f"pages.{table.layout.name}"] = table.pages[row, : table.used[row]].copy()
         values["generation"] = int(rows.generation[row])
@@ -349,6 +352,8 @@ class Admission:
         entry = self.holders[row]
         assert entry is not None, f"row {row} has no request"
         assert entry.request is request, f"row {row} is not held by request {request.id!r}"
+        request.num_drafted += int(rows.num_drafted[row])
+        request.num_accepted += int(rows.num_accepted[row])
         request.output_token_ids.extend(rows.output(row)[len(request.output_token_ids) :].tolist())
         if entry.keys is not None and self._caching:
             computed = int(rows.computed[row])

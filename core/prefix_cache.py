@@ -99,11 +99,16 @@ class Hit:
 
 
 class PrefixCache:
-    """Looks sequences up in the pool's index and enters pages into it."""
+    """Looks sequences up in the pool's index and enters pages into it.
 
-    def __init__(self, layouts: Sequence[GroupLayout], pool: PagePool) -> None:
+    shifted: what some group keeps of a token depends on the token after it too. Pages are equal then but for what they keep of their last
+    token, so a hit is followed by one token more that is known to be equal, and ends where the last but one found page does.
+    """
+
+    def __init__(self, layouts: Sequence[GroupLayout], pool: PagePool, shifted: bool = False) -> None:
         self._layouts = tuple(layouts)
         self._pool = pool
+        self._shifted = shifted
         self._unit = math.lcm(*(layout.tokens_per_page for layout in layouts)) if layouts else 0
         self.miss = Hit(0, (0,) * len(self._layouts), tuple(np.empty(0, np.int32) for _ in layouts))
 
@@ -129,6 +134,10 @@ class PrefixCache:
         best = np.flatnonzero(served)
         if not best.size:
             return self.miss
+        if self._shifted:  # of what was found together, the last unit only shows that the one before it is followed by the same token
+            best = best[best < best[-1]]
+            if not best.size:
+                return self.miss
         at = best[-1]
         return Hit(
             int(lengths[at]),

@@ -10,13 +10,37 @@ import torch
 from modelrunner.attention import AttentionBackend
 from modelrunner.batch import Plan
 from modelrunner.device import Device
+from modelrunner.draft_policy import DraftPolicy
 from modelrunner.model_state import ModelState, Needs
 from modelrunner.ops import Ops
 from modelrunner.page_pool import GroupLayout
 from modelrunner.request_table import RequestTable
 from modelrunner.sampler import Sampler
+from modelrunner.settings import RunnerSettings
+from modelrunner.speculation import Drafter, DrafterNeeds
 from modelrunner.step_buffers import Shape
 from modelrunner.tap_set import TapSet
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """The drafter of an engine. most: K, the largest number of drafts of a row in a step. capture_problem: why `propose` is not captured
+    with the step; empty if it is."""
+
+    drafter: Drafter
+    needs: DrafterNeeds
+    most: int
+    capture_problem: str = ""
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """Names of its cache groups."""
+        return tuple(group.name for group in self.needs.cache_groups)
+
+    def policy(self, settings: RunnerSettings) -> DraftPolicy:
+        """How many drafts steps have."""
+        speculation, depth = settings.speculation, settings.scheduler.pipeline_depth
+        return DraftPolicy(self.most, depth=depth, off_above_rows=speculation.off_above_rows, groups=self.groups)
 
 
 @dataclass(frozen=True)
@@ -35,6 +59,11 @@ class Parts:
     backends: Mapping[str, AttentionBackend]
     taps: TapSet
     media_arena: torch.Tensor | None = None
+    drafting: Drafting | None = None
+
+    @property
+    def drafter(self) -> Drafter | None:
+        return None if self.drafting is None else self.drafting.drafter
 
 
 @dataclass(frozen=True)
