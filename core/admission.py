@@ -79,7 +79,7 @@ class Admission:
         self._rows = rows
         self._pool = pool
         self._layouts = [table.layout for table in rows.tables]
-        self._cache = PrefixCache(self._layouts, pool, shifted)
+        self._cache, self._shifted = PrefixCache(self._layouts, pool), shifted
         self._row_values, self._on_admit, self._on_remove = row_values, on_admit, on_remove
         self._chunk = max_batched_tokens
         self._chunked = chunked
@@ -183,7 +183,7 @@ class Admission:
         """Take the pages of a shared prompt out of the index, where nobody else may find them."""
         keys, tokens = self._page_keys(request), np.array(request.prompt_token_ids, np.int32)
         for table in self._rows.tables:
-            chain = keys.extend(tokens, table.tokens_per_page, tokens.size // table.tokens_per_page)
+            chain = keys.extend(tokens, table.tokens_per_page, keys.pages_of(tokens.size, table.tokens_per_page))
             found = [self._pool.find(table.index, key) for key in chain]
             self._pool.forget(np.array([page for page in found if page], np.int32))
 
@@ -241,7 +241,7 @@ class Admission:
         """The root of its pages' keys. Without prefix caching nobody but those that share its prompt has the same one."""
         private = None if self._caching else request.fork
         root = root_key(self._cache_seed, request.extra.get("adapter"), request.cache_salt, request.cache_world, private)
-        return PageKeys(root, () if request.media is None else media_spans(request.media))
+        return PageKeys(root, self._shifted, () if request.media is None else media_spans(request.media))
 
     def _is_blocked(self, entry: Entry) -> bool:
         """Whether no page came back or entered the index since this entry did not fit: then it is not looked up again."""
@@ -304,7 +304,7 @@ class Admission:
         for table in rows.tables:
             table.take_hit(row, hit)
             table.grow(one, table.lacks(one, upto, limit), self._pool)
-            table.hashed[row] = tokens.size // table.tokens_per_page if entry.keys is not None else 0
+            table.hashed[row] = 0 if entry.keys is None else entry.keys.pages_of(tokens.size, table.tokens_per_page)
             values[f"pages.{table.layout.name}"] = table.pages[row, : table.used[row]].copy()
         values["generation"] = int(rows.generation[row])
         values.update({name: (seat, entry.seated[name]) for name, seat in entry.seats.items()})
@@ -356,9 +356,9 @@ class Admission:
         request.num_accepted += int(rows.num_accepted[row])
         request.output_token_ids.extend(rows.output(row)[len(request.output_token_ids) :].tolist())
         if entry.keys is not None and self._caching:
-            computed = int(rows.computed[row])
+            computed, known = int(rows.computed[row]), int(rows.known[row])
             for table in rows.tables:
-                stop = computed // table.tokens_per_page
+                stop = min(computed // table.tokens_per_page, entry.keys.pages_of(known, table.tokens_per_page))
                 chain = entry.keys.extend(rows.token_log[row], table.tokens_per_page, stop)
                 self._cache.insert(table.index, chain, table.pages[row], int(table.indexed[row]), stop)
         rows.close(row, self._pool)

@@ -12,7 +12,8 @@ class DraftPolicy:
     """
 
     def __init__(self, most: int = 0, *, depth: int = 1, off_above_rows: int | None = None, groups: Sequence[str] = ()) -> None:
-        """depth: steps in flight. off_above_rows: decode rows above which nothing is drafted. groups: the drafter's cache groups."""
+        """depth: steps in flight. off_above_rows: decode rows above which nothing is drafted. groups: those in whose pages the drafter
+        writes."""
         self.most = most
         self.most_ahead = depth * (1 + most)
         self._off_above = off_above_rows

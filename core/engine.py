@@ -366,7 +366,8 @@ class Engine:
         return self.outputs.weight_version
 
     def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], version: str | None = None) -> None:
-        """Replace the weights, in place, between two steps. Requests may be running: they go on with the new ones.
+        """Replace the weights, in place, between two steps, and those of a drafter that lie with them. Requests may be running: they go on
+        with the new ones.
 
         tensors: every tensor of a checkpoint under its checkpoint name, one at a time, on any device. version: name of these weights, for
         `RequestOutput.weight_version`; None for the number of updates so far. A running request keeps its tokens, and what the cache holds
@@ -386,7 +387,8 @@ class Engine:
         weight_map = state.weight_map(self.card)
         device.synchronize()
         try:
-            weights = scales.passing(tensors, weight_map)
+            drafting = self.runner.parts.drafting
+            weights = scales.passing(tensors if drafting is None else drafting.passing(tensors), weight_map)
             load_tensors(state.module, weight_map, weights, source="the set of new weights", writing=self._note_write)
             scales.store()
         except BaseException as error:

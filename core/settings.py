@@ -85,7 +85,7 @@ class ModelSettings(Section):
     max_model_len: int | None = Field(default=None, ge=1)
     """Most tokens of a request, prompt and output together; none takes what the model was made for."""
 
-    load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto"
+    load_format: Literal["auto", "safetensors", "gguf", "torch", "dummy"] = "auto"
     """Format of the weights; auto looks at the files, dummy fills the weights with seeded random numbers and reads none."""
 
     seed: int = Field(default=0, ge=0, lt=2**63)

@@ -166,6 +166,10 @@ class StepBuffers:
             g.group.name: self.block_tables[g.group.name][: n * pages].view(n, pages)
             for g, pages in zip(self.layouts, plan.table_pages, strict=True)
         }
+        slots = {name: slots[:t] for name, slots in self.slots.items()}
+        for layout in self.layouts:
+            for rider in layout.riders:
+                tables[rider.group.name], slots[rider.group.name] = tables[layout.name], slots[layout.name]
         return Batch(
             num_rows=n,
             num_tokens=t,
@@ -186,7 +190,7 @@ class StepBuffers:
             positions=self.positions[:t],
             token_row=self.token_row[:t],
             token_valid=self.token_valid[:t],
-            slots={name: slots[:t] for name, slots in self.slots.items()},
+            slots=slots,
             block_tables=tables,
             columns=columns,
             buffers=self.extra,
