@@ -117,7 +117,8 @@ def assemble(arguments: Mapping[str, Any], plugins: Sequence[object] = ()) -> As
     maker = CacheMaker(device, ops, settings, layouts, page_bytes, dtype, cache_dtype, attending, max_model_len, scales)
     cache, memory = maker.make_first(), ""
     with blaming(f"the arena of media of model_state {choose.chosen['model_state']}"):
-        media = open_media(state, needs, settings, device, dtype, tokenizer, max_model_len)
+        shifted = setup is not None and setup.needs.shifted
+        media = open_media(state, needs, settings, device, dtype, tokenizer, max_model_len, shifted)
     columns = [*core_columns(layouts, max_model_len), *sampler.columns(settings, needs.vocab_size), *needs.columns]
     columns += [DELTA] if media.front.facts.position_rows > 1 and media.encoder is not None else []
     columns += () if setup is None else setup.columns

@@ -34,7 +34,7 @@ BUILT = tuple(draw | edits for draw in _DRAWS for edits in _EDITS)
 
 class Key(NamedTuple):
     """What tells one graph from another. size: padded query tokens of a body or a draft part, padded rows of a tail or of a step of decode
-    rows. features: of the tail; of a body GREEDY or MEDIA. num_draft, num_next: as in a plan."""
+    rows. features: of the tail; of a body and a draft part GREEDY or MEDIA. num_draft, num_next: as in a plan."""
 
     part: Literal["step", "body", "tail", "draft"]
     size: int
@@ -165,7 +165,7 @@ class StepGraphs:
         tail = Key("tail", shape.tail_rows, features, num_draft)
         if self._drafts is None or not self._drafts.captured:
             return body, tail
-        return body, tail, Key("draft", shape.num_tokens, num_draft=num_draft, num_next=num_next)
+        return body, tail, Key("draft", shape.num_tokens, media, num_draft, num_next)
 
     @property
     def with_drafts(self) -> bool:
@@ -179,7 +179,7 @@ class StepGraphs:
         bodies = [Key("body", tokens, kind, k) for tokens, k in sizes for kind in self._bodies]
         steps = [Key("step", rows, features, most, most) for rows in reversed(self._rows) for features in KINDS]
         if self._drafts is not None and self._drafts.captured:
-            bodies += [Key("draft", tokens, num_draft=k, num_next=most) for tokens in reversed(self._tokens) for k in (0, most)]
+            bodies += [Key("draft", tokens, kind, k, most) for tokens in reversed(self._tokens) for k in (0, most) for kind in self._bodies]
         return bodies + steps
 
     def run(self, key: Key) -> None:
