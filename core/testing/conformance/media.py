@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -200,13 +200,8 @@ class TakesMedia(StateCase):
             assert places[-1] == len(prompt) + len(output) - 2
             assert want.std() > 0.1, f"the reference's logits of media prompt {number} are too flat to prove anything"
             found = torch.stack([got[place] for place in places])
-            torch.testing.assert_close(
-                found,
-                want[places],
-                rtol=self.tolerance,
-                atol=self.tolerance,
-                msg=lambda text, number=number: f"logits of media prompt {number} (media at {self.media.prompts[number].runs}): {text}",
-            )
+            where = partial("logits of media prompt {} (media at {}): {}".format, number, prompt.runs)
+            torch.testing.assert_close(found, want[places], rtol=self.tolerance, atol=self.tolerance, msg=where)
 
     def test_media_logits_equal_the_reference(self) -> None:
         """At every position, prompts with media and without in one batch."""
