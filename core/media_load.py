@@ -34,6 +34,9 @@ ACCEPTED = {
     "video": "a uint8 array [frames, height, width, 3], a list of PIL images, (one of these, {'fps': ...}), the bytes of a file, or a URL",
 }
 VIDEO_PIXELS = 16  # a video may have so many times the pixels of an image
+# What is read, by Pillow's and FFmpeg's names. Not the formats that call other programs (EPS), or name other files to be read (playlists).
+IMAGES = ("AVIF", "BMP", "GIF", "JPEG", "MPO", "PNG", "PPM", "TIFF", "WEBP")
+VIDEOS = "avi,flv,gif,matroska,mov,mp4,mpeg,mpegts,ogg,webm"
 
 
 class Loader:
@@ -93,7 +96,8 @@ class Loader:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of large images: the limit is our own, and told below
-                with Image.open(io.BytesIO(data)) as image:
+                Image.init()
+                with Image.open(io.BytesIO(data), formats=[name for name in IMAGES if name in Image.OPEN]) as image:
                     self._check_pixels(image.width * image.height, 1, where)
                     image.load()
                     return as_rgb(ImageOps.exif_transpose(image), where)
@@ -108,7 +112,7 @@ class Loader:
         except ImportError:
             raise RequestError(f"{where}: {NEEDS_PYAV}") from None
         try:
-            with av.open(io.BytesIO(data), "r") as container:
+            with av.open(io.BytesIO(data), "r", options={"format_whitelist": VIDEOS, "protocol_whitelist": "none"}) as container:
                 if not container.streams.video:
                     raise RequestError(f"{where}: the file has no video stream")
                 stream = container.streams.video[0]

@@ -92,7 +92,7 @@ def open_media(
     books = Encoding(
         EncoderArena(lines),
         encoder.start,
-        max_together=settings.media.encoder_tokens,
+        max_together=1 if settings.device.deterministic else settings.media.encoder_tokens,  # a product depends on how many lines it has
         chunked=settings.scheduler.chunked_prefill,
         position_rows=facts.position_rows,
     )

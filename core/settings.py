@@ -258,8 +258,8 @@ class MediaSettings(Section):
     """Most videos of one request."""
 
     max_pixels: int = Field(default=2**25, ge=1, le=2**31)
-    """Most pixels of an image as it is given, and of a video's frames together after some are chosen, in units of 16; larger ones are
-    refused before they are decoded."""
+    """Most pixels of an image as it is given; those of a video's frames together, the chosen ones, may be 16 times as many. Larger ones
+    are refused before they are decoded."""
 
     max_bytes: int = Field(default=2**26, ge=1, le=2**32)
     """Most bytes of an image or a video file, encoded."""

@@ -88,6 +88,7 @@ BAD: list[tuple[str, Any, str]] = [
     ("corrupt", b"\x89PNG\r\n\x1a\nnothing of the kind", "cannot be decoded"),
     ("truncated", png(image(20, 20))[:-200], "cannot be decoded"),
     ("no image", b"hello", "cannot be decoded"),
+    ("a program", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n", "cannot be decoded"),
     ("empty", b"", "cannot be decoded"),
     ("a bomb", huge_png(60000), r"3600000000 pixels"),
     ("a smaller bomb", huge_png(9000), r"81000000 pixels; accepted: 1 to 33554432 \(setting media\.max_pixels\)"),
@@ -191,7 +192,7 @@ def test_a_video_is_frames_in_any_form() -> None:
             driver.add("x", {"prompt_token_ids": ids, "multi_modal_data": {"video": value}}, GREEDY)
 
 
-def test_a_video_file() -> None:
+def test_a_video_file(tmp_path: Path) -> None:
     av = pytest.importorskip("av")
     out = io.BytesIO()
     with av.open(out, "w", format="mp4") as container:
@@ -201,7 +202,13 @@ def test_a_video_file() -> None:
             frame = av.VideoFrame.from_ndarray(np.full((32, 32, 3), number * 6, np.uint8), format="rgb24")
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
+    film = tmp_path / "film.mp4"
+    film.write_bytes(out.getvalue())
     front = engine(media={"max_frames": 6}).engine.assembly.media.front
+    playlist = f"#EXTM3U\n#EXT-X-TARGETDURATION:4\n#EXTINF:4,\n{film}\n#EXT-X-ENDLIST\n"
+    for data in (playlist.encode(), f"ffconcat version 1.0\nfile {film}\n".encode()):
+        with pytest.raises(RequestError, match="cannot be decoded"):
+            front._loader.video(data, "a list of files")
     video = front._loader.video(out.getvalue(), "here")
     assert video.frames.shape[1:] == (32, 32, 3)
     assert 3 <= len(video.frames) == len(video.timestamps) <= 6

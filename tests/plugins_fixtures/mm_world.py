@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from tiny_mm import PLACEHOLDER, SIDE, greedy, image, mm
 
 from modelrunner import Engine, SamplingParams
+from modelrunner.media_front import Prepared
 from modelrunner.request import CompletionOutput
 from modelrunner.testing import Driver, P, options
 
@@ -87,6 +89,16 @@ def watch_lines(engine: Engine) -> None:
     media._start = watched
 
 
+def prepared(driver: Driver, one: Made) -> Prepared:
+    """The prompt as the front makes it ready; without Pillow, which a machine with a GPU may lack."""
+    front = driver.engine.assembly.media.front
+    made_of = [front.processor.process("image", picture, {}) for picture in one.pictures]
+    items = [replace(item, key=repr((one.key, number)).encode()) for number, item in enumerate(made_of)]
+    prompt = front.processor.expand(one.short, items)
+    media = front._checked(prompt, items, front.processor.positions(prompt, items)) if items else None
+    return Prepared(None, prompt.token_ids, media=media)
+
+
 class Positions:
     """What a request's tokens had as positions: index in the request -> (time, height, width). Of one request alone."""
 
@@ -108,4 +120,4 @@ class Positions:
         state.positions = watched  # type: ignore[method-assign]
 
 
-__all__ = ["GREEDY", "PLACEHOLDER", "SIDE", "Made", "Positions", "assert_expected", "engine", "expected", "made"]
+__all__ = ["GREEDY", "PLACEHOLDER", "SIDE", "Made", "Positions", "assert_expected", "engine", "expected", "made", "prepared"]
