@@ -64,6 +64,7 @@ class Admission:
         caching: bool,
         cache_seed: bytes,
         media: NoMedia | None = None,
+        shifted: bool = False,
     ) -> None:
         """media: what the requests' media are encoded by."""
         self.media = media or NoMedia()
@@ -78,7 +79,7 @@ class Admission:
         self._rows = rows
         self._pool = pool
         self._layouts = [table.layout for table in rows.tables]
-        self._cache = PrefixCache(self._layouts, pool)
+        self._cache, self._shifted = PrefixCache(self._layouts, pool), shifted
         self._row_values, self._on_admit, self._on_remove = row_values, on_admit, on_remove
         self._chunk = max_batched_tokens
         self._chunked = chunked
@@ -182,7 +183,7 @@ class Admission:
         """Take the pages of a shared prompt out of the index, where nobody else may find them."""
         keys, tokens = self._page_keys(request), np.array(request.prompt_token_ids, np.int32)
         for table in self._rows.tables:
-            chain = keys.extend(tokens, table.tokens_per_page, tokens.size // table.tokens_per_page)
+            chain = keys.extend(tokens, table.tokens_per_page, keys.pages_of(tokens.size, table.tokens_per_page))
             found = [self._pool.find(table.index, key) for key in chain]
             self._pool.forget(np.array([page for page in found if page], np.int32))
 
@@ -240,14 +241,15 @@ class Admission:
         """The root of its pages' keys. Without prefix caching nobody but those that share its prompt has the same one."""
         private = None if self._caching else request.fork
         root = root_key(self._cache_seed, request.extra.get("adapter"), request.cache_salt, request.cache_world, private)
-        return PageKeys(root, () if request.media is None else media_spans(request.media))
+        return PageKeys(root, self._shifted, () if request.media is None else media_spans(request.media))
 
     def _is_blocked(self, entry: Entry) -> bool:
         """Whether no page came back or entered the index since this entry did not fit: then it is not looked up again."""
         return self._blocked == (entry.request.sequence, self._pool.gains)
 
     def _fits(self, entry: Entry, known: int, hit: Hit) -> bool:
-        tokens = min(known + 1, entry.request.limit - 1)
+        ahead = max([self._rows.policy.most, *(table.ahead for table in self._rows.tables)])
+        tokens = min(known + 1 + ahead, entry.request.limit - 1)
         needed = 0
         for layout, pages in zip(self._layouts, hit.pages, strict=True):
             idle = int(np.count_nonzero(self._pool.owners[pages] == 0))  # free now, taken by the hit itself
@@ -293,15 +295,16 @@ class Admission:
         if not request.num_preemptions:
             request.num_cached_tokens = hit.length
         entry.seats = self.seats.take(entry.seated)
-        rows.open(row, tokens, hit.length, len(request.prompt_token_ids), request.limit, request.features, request.guide is not None)
+        asked = request.features, request.guide is not None, request.num_draft
+        rows.open(row, tokens, hit.length, len(request.prompt_token_ids), request.limit, *asked)
         self.media.enter(row, request, hit.length)
         for pages in hit.pages:
             self._pool.retain(pages)
-        one, upto = np.array([row], np.int32), np.array([hit.length + chunk], np.int32)
+        one, upto, limit = np.array([row], np.int32), np.array([hit.length + chunk], np.int32), np.array([request.limit], np.int32)
         for table in rows.tables:
             table.take_hit(row, hit)
-            table.grow(one, table.deficit(one, upto), self._pool)
-            table.hashed[row] = tokens.size // table.tokens_per_page if entry.keys is not None else 0
+            table.grow(one, table.lacks(one, upto, limit), self._pool)
+            table.hashed[row] = 0 if entry.keys is None else entry.keys.pages_of(tokens.size, table.tokens_per_page)
             values[f"pages.{table.layout.name}"] = table.pages[row, : table.used[row]].copy()
         values["generation"] = int(rows.generation[row])
         values.update({name: (seat, entry.seated[name]) for name, seat in entry.seats.items()})
@@ -349,11 +352,13 @@ class Admission:
         entry = self.holders[row]
         assert entry is not None, f"row {row} has no request"
         assert entry.request is request, f"row {row} is not held by request {request.id!r}"
+        request.num_drafted += int(rows.num_drafted[row])
+        request.num_accepted += int(rows.num_accepted[row])
         request.output_token_ids.extend(rows.output(row)[len(request.output_token_ids) :].tolist())
         if entry.keys is not None and self._caching:
-            computed = int(rows.computed[row])
+            computed, known = int(rows.computed[row]), int(rows.known[row])
             for table in rows.tables:
-                stop = computed // table.tokens_per_page
+                stop = min(computed // table.tokens_per_page, entry.keys.pages_of(known, table.tokens_per_page))
                 chain = entry.keys.extend(rows.token_log[row], table.tokens_per_page, stop)
                 self._cache.insert(table.index, chain, table.pages[row], int(table.indexed[row]), stop)
         rows.close(row, self._pool)

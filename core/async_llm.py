@@ -21,10 +21,11 @@ from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import BaseModel
 
-from modelrunner.assemble import Chooser, open_checkpoint, settle
+from modelrunner.assemble import settle
 from modelrunner.chat import Message, chat_tokenizer, num_characters, one_conversation, opened
 from modelrunner.chat_media import has_media
 from modelrunner.choice_stream import ChoiceStream
+from modelrunner.choosing import Chooser, open_checkpoint
 from modelrunner.engine_link import EngineLink
 from modelrunner.errors import PluginError, PluginWarning, RequestError
 from modelrunner.media_front import EMBEDS_KEY, MEDIA_KEYS, MediaFacts

@@ -82,7 +82,7 @@ class CacheMaker:
                 f"the cache of {num_pages} pages of {self.page_bytes} bytes does not fit on device {self.device.name!r}; lower "
                 f"cache.num_pages or cache.memory_bytes ({error})"
             ) from error
-        groups = {layout.group.name: layout.group for layout in self.layouts}
+        groups = {group.name: group for layout in self.layouts for group in layout.groups}
         backends: dict[str, AttentionBackend] = {}
         for name, kind in self.backends.items():
             backends[name] = kind(groups[name], views[name], self.ops, self.dtype)  # type: ignore[arg-type]
@@ -137,7 +137,7 @@ class CacheMaker:
             )
             doing = f"in the largest step, of {tokens} tokens and {rows} rows"
             raise no_room(device.name, free, total, doing, advice, error) from error
-        graphs += runner.graphs.count * LAYER_BYTES * sum(len(layout.group.layers) for layout in self.layouts)
+        graphs += runner.graphs.count * LAYER_BYTES * sum(len(group.layers) for layout in self.layouts for group in layout.groups)
         free, total = device.memory()
         share = settings.cache.memory_fraction
         return MemoryUse(device.name, total, share, free, weight_bytes(runner.state.module), step, graphs, tokens, rows)

@@ -231,7 +231,7 @@ class Encoding(NoMedia):
 
     def attach(self, plan: Plan) -> Plan:
         places = {row: place for place, row in enumerate(plan.rows.tolist())} if self._tenancies else {}
-        starts = np.cumsum(plan.num_query) - plan.num_query
+        starts = plan.query_start if places else ()
         lines: Int32Array | None = None
         positions: Int32Array | None = None
         for row, tenancy in self._tenancies.items():

@@ -27,6 +27,7 @@ from modelrunner.batch import Drain, Plan, Ticket
 from modelrunner.caches import free_arena, restore_arena
 from modelrunner.checkpoint import ModelCard
 from modelrunner.choices import Choices, choices_of
+from modelrunner.draft_policy import NO_DRAFTS
 from modelrunner.errors import CapacityWarning, EngineError, PluginWarning, RequestError, warn_caller
 from modelrunner.guides import End
 from modelrunner.logprob_books import keep_logprobs
@@ -99,10 +100,12 @@ class Engine:
             depth=scheduler.pipeline_depth,
             cache_seed=FIRST_WEIGHTS.encode(),
             media=parts.media.books,
+            drafting=NO_DRAFTS if parts.runner.parts.drafting is None else parts.runner.parts.drafting.policy(parts.settings),
+            shifted_cache=parts.runner.parts.drafting is not None and parts.runner.parts.drafting.needs.shifted,
         )
 
     def _row_values(self, request: Request) -> Mapping[str, Any]:
-        values = {**self.assembly.sampler.row_values(request), **request.tap_values}
+        values = {**self.assembly.sampler.row_values(request), **request.tap_values, **request.draft_values}
         if request.media is not None and DELTA.name in self.assembly.table.regions:
             values[DELTA.name] = request.media.delta
         return values
@@ -197,12 +200,26 @@ class Engine:
                 raise RequestError(f"prompt_logprobs: {type(self.assembly.state).__name__} gives none: {answer.reason}")
         self.assembly.taps.admit(request)
         self.guides.open(request)
+        self._let_draft(request)
         self.scheduler.add(request)
         try:
             self.outputs.add(request)
         except Exception as error:  # the tokenizer may have fewer ids than the model
             self.scheduler.finish(request, "error")
             raise RequestError(f"prompt: the tokenizer cannot turn its ids into text ({type(error).__name__}: {error})") from error
+
+    def _let_draft(self, request: Request) -> None:
+        """Decide how many drafts steps may have for the request, and ask the drafter for its column values."""
+        drafting, parts = self.runner.parts.drafting, self.assembly
+        if drafting is None:
+            return
+        wanted = request.params.num_draft_tokens
+        alone = request.features & int(parts.sampler.undrafted | parts.taps.all_features) or request.guide is not None
+        request.num_draft = 0 if alone else drafting.most if wanted is None else min(wanted, drafting.most)
+        try:
+            request.draft_values = dict(drafting.drafter.row_values(request))
+        except (ValueError, TypeError, KeyError) as error:
+            raise RequestError(f"drafter {parts.resolved.components['drafter']}: {error}") from error
 
     def abort(self, request_id: str) -> None:
         """End a request now; its last output (finish reason `abort`) comes from the next `step`. An id that is not running is ignored.
@@ -349,7 +366,8 @@ class Engine:
         return self.outputs.weight_version
 
     def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], version: str | None = None) -> None:
-        """Replace the weights, in place, between two steps. Requests may be running: they go on with the new ones.
+        """Replace the weights, in place, between two steps, and those of a drafter that lie with them. Requests may be running: they go on
+        with the new ones.
 
         tensors: every tensor of a checkpoint under its checkpoint name, one at a time, on any device. version: name of these weights, for
         `RequestOutput.weight_version`; None for the number of updates so far. A running request keeps its tokens, and what the cache holds
@@ -369,7 +387,8 @@ class Engine:
         weight_map = state.weight_map(self.card)
         device.synchronize()
         try:
-            weights = scales.passing(tensors, weight_map)
+            drafting = self.runner.parts.drafting
+            weights = scales.passing(tensors if drafting is None else drafting.passing(tensors), weight_map)
             load_tensors(state.module, weight_map, weights, source="the set of new weights", writing=self._note_write)
             scales.store()
         except BaseException as error:

@@ -122,6 +122,8 @@ class EngineLoop:
             weights_problem=self._changes.weights_problem,
             loaded_tensors=self._changes.loaded,
             held=counts.held,
+            drafted_at=counts.drafted_at,
+            accepted_at=counts.accepted_at,
             encoded=self.engine.media.num_encoded,
         )
 
@@ -261,7 +263,8 @@ class EngineLoop:
             self._facts[number] = facts
             turn.facts.append(facts)
         if completion.finish_reason is not None:
-            turn.ended.append(Ended(number, completion.finish_reason, completion.stop_reason))
+            drafts = completion.num_drafted, completion.num_accepted
+            turn.ended.append(Ended(number, completion.finish_reason, completion.stop_reason, *drafts))
             self._finished[self._aborted.pop(output.request_id, completion.finish_reason)] += 1
             del self._numbers[output.request_id], self._ids[number], self._facts[number]
 

@@ -2,7 +2,9 @@
 
 A step of decode rows only is one graph from the gather to the record, for each number of rows and kind of tail. A step with prompts is two:
 the body (gather, layers, hidden states to sample from), for each number of query tokens, and the tail (head, sampling, record), for each
-number of rows and kind. Their closures see the runner's buffers at full width and the bounds of the longest request, so nothing in them
+number of rows and kind. With a drafter there are such graphs with drafts too; its own part belongs to the former, and is a third graph
+beside the latter, for each number of query tokens. Their closures see the runner's buffers at full width and the bounds of the longest
+request, so nothing in them
 depends on a plan; the first step of a shape runs the closure as it is (which also builds its kernels), the second records it. What the
 start-up captured is ready from the first step on.
 """
@@ -31,12 +33,21 @@ BUILT = tuple(draw | edits for draw in _DRAWS for edits in _EDITS)
 
 
 class Key(NamedTuple):
-    """What tells one graph from another. size: padded query tokens of a body, padded rows of a tail or of a step of decode rows. features:
-    of the tail; of a body GREEDY or MEDIA."""
+    """What tells one graph from another. size: padded query tokens of a body or a draft part, padded rows of a tail or of a step of decode
+    rows. features: of the tail; of a body GREEDY or MEDIA. num_draft, num_next: as in a plan."""
 
-    part: Literal["step", "body", "tail"]
+    part: Literal["step", "body", "tail", "draft"]
     size: int
     features: Feature = Feature.GREEDY
+    num_draft: int = 0
+    num_next: int = 0
+
+
+class DraftKinds(NamedTuple):
+    """most: drafts of a row, where a step has any. captured: whether the drafter's part is."""
+
+    most: int
+    captured: bool
 
 
 @dataclass(frozen=True)
@@ -83,6 +94,11 @@ def capture_problem(eager: bool, device: Device, state: ModelState, needs: Needs
         return f"{type(state).__name__}: {needs.capture_reason}"
     if isinstance(answer := state.supports("graphs"), No):
         return f"{type(state).__name__}: {answer.reason}"
+    return uncapturable(backends)
+
+
+def uncapturable(backends: Mapping[str, AttentionBackend]) -> str:
+    """Which attention backends cannot be captured; empty if all can."""
     unable = [f"{name} ({type(b).__name__})" for name, b in backends.items() if not b.capturable or b.needs_host_lengths]
     return f"the attention backends of {', '.join(unable)} cannot be captured" if unable else ""
 
@@ -98,9 +114,11 @@ class StepGraphs:
         reason: str = "",
         features: Feature = CAPTURED,
         bodies: Sequence[Feature] = (Feature.GREEDY,),
+        drafts: DraftKinds | None = None,
     ) -> None:
         """buckets: shapes that may be captured. make: builds the closure of a key. reason: why nothing is to be captured. features: those
-        that a captured step may have. bodies: the kinds of bodies that start-up captures."""
+        that a captured step may have. bodies: the kinds of bodies that start-up captures. drafts: with a drafter."""
+        self._drafts = drafts
         self.device = device
         self.reason = reason
         self._rows, self._tokens = ((), ()) if reason else (tuple(buckets.rows), tuple(buckets.tokens))
@@ -118,7 +136,7 @@ class StepGraphs:
     @property
     def count(self) -> int:
         """Graphs that start-up captures."""
-        return len(self._tokens) * len(self._bodies) + len(self._rows) * len(KINDS)
+        return len(self._first_keys())
 
     @property
     def tails(self) -> list[Key]:
@@ -132,17 +150,37 @@ class StepGraphs:
 
     def keys(self, plan: Plan, shape: Shape) -> tuple[Key, ...]:
         """The graphs that run `plan`, padded to `shape`, one after the other; none for a step that is not captured."""
-        if plan.num_draft or int(plan.features) & self._uncaptured:
+        if int(plan.features) & self._uncaptured:
             return ()
         media = plan.features & Feature.MEDIA
         features = as_built(plan.features & ~Feature.MEDIA)
+        num_draft, num_next = plan.num_draft, plan.num_next
         if plan.num_decode == plan.num_rows:
             if media:  # the last token of a prompt is one of media: too rare for a graph
                 return ()
-            return (Key("step", shape.num_rows, features),) if shape.num_rows in self._rows else ()
+            return (Key("step", shape.num_rows, features, num_draft, num_next),) if shape.num_rows in self._rows else ()
         if shape.num_tokens not in self._tokens:
             return ()
-        return Key("body", shape.num_tokens, media), Key("tail", shape.tail_rows, features)
+        body = Key("body", shape.num_tokens, media, num_draft)
+        tail = Key("tail", shape.tail_rows, features, num_draft)
+        if self._drafts is None or not self._drafts.captured:
+            return body, tail
+        return body, tail, Key("draft", shape.num_tokens, num_draft=num_draft, num_next=num_next)
+
+    @property
+    def with_drafts(self) -> bool:
+        """Whether the drafter's part is captured with the steps."""
+        return self._drafts is not None and self._drafts.captured
+
+    def _first_keys(self) -> list[Key]:
+        """What start-up captures, from large to small. With a drafter, steps whose rows have none are left for their second use."""
+        most = 0 if self._drafts is None else self._drafts.most
+        sizes = [(tokens, k) for tokens in reversed(self._tokens) for k in sorted({0, most})]
+        bodies = [Key("body", tokens, kind, k) for tokens, k in sizes for kind in self._bodies]
+        steps = [Key("step", rows, features, most, most) for rows in reversed(self._rows) for features in KINDS]
+        if self._drafts is not None and self._drafts.captured:
+            bodies += [Key("draft", tokens, num_draft=k, num_next=most) for tokens in reversed(self._tokens) for k in (0, most)]
+        return bodies + steps
 
     def run(self, key: Key) -> None:
         """D. Run the step of `key` on the inputs that are staged."""
@@ -172,11 +210,12 @@ class StepGraphs:
         if self.reason:
             return GraphReport(reason=self.reason)
         began, free = time.monotonic(), self.device.memory()[0]
-        bodies = [Key("body", tokens, kind) for tokens in reversed(self._tokens) for kind in self._bodies]
-        steps = [Key("step", rows, features) for rows in reversed(self._rows) for features in KINDS]
-        for key in progress(bodies + steps):
+        keys = self._first_keys()
+        for key in progress(keys):
             stage(key)
             self.device.launch(lambda key=key: self.run(key))  # type: ignore[misc]
             self.device.launch(lambda key=key: self.capture(key))  # type: ignore[misc]
         self.device.synchronize()
-        return GraphReport(len(steps), len(bodies), time.monotonic() - began, max(free - self.device.memory()[0], 0))
+        steps = sum(key.part == "step" for key in keys)
+        bodies = sum(key.part == "body" for key in keys)
+        return GraphReport(steps, bodies, time.monotonic() - began, max(free - self.device.memory()[0], 0))

@@ -16,8 +16,8 @@ def expand(processor: MediaProcessor, token_ids: Sequence[int], items: Sequence[
     """See `MediaProcessor.expand`. The places of a kind go to its items in their order; kinds may stand mixed."""
     ids = tuple(token_ids)
     waiting: dict[str, deque[int]] = {}
-    for number, item in enumerate(items):
-        waiting.setdefault(item.kind, deque()).append(number)
+    for number, each in enumerate(items):
+        waiting.setdefault(each.kind, deque()).append(number)
     given = {kind: len(numbers) for kind, numbers in waiting.items()}
     marks = {kind: tuple(processor.placeholder(kind)) for kind in waiting}
     plain = {kind for kind, mark in marks.items() if _count(mark, ids) == given[kind]}

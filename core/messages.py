@@ -132,11 +132,13 @@ class Facts(_Message):
 
 
 class Ended(_Message):
-    """A request ended; the tokens of the same message are its last."""
+    """A request ended; the tokens of the same message are its last. Drafts as in `CompletionOutput`."""
 
     number: int
     finish_reason: str
     stop_reason: int | str | None
+    num_drafted: int = 0
+    num_accepted: int = 0
 
 
 class Refused(_Message):
@@ -161,8 +163,9 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     running: requests with a row. waiting: without one. pages_used, pages_total: of the cache; pages that only the prefix cache keeps are
     not used. turns: of the process's loop. steps: committed. finished: requests by finish reason. Tokens and held rows are counted as in
     `scheduler.Stats`. sleeping: the cache's memory is given up, and requests wait. weight_version: of the weights in use.
-    weights_problem: why they cannot be used, so that requests wait; empty when they can. loaded_tensors: of all updates. encoded: images,
-    videos and pieces of prompt embeddings that were encoded.
+    weights_problem: why they cannot be used, so that requests wait; empty when they can. loaded_tensors: of all updates.
+    drafted_at, accepted_at: drafts checked and kept, by place among those of a request in a step. encoded: images, videos and pieces of
+    prompt embeddings that were encoded.
     """
 
     running: int = 0
@@ -182,6 +185,8 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     weights_problem: str = ""
     loaded_tensors: int = 0
     held: int = 0
+    drafted_at: list[int] = []
+    accepted_at: list[int] = []
     encoded: int = 0
 
     @property

@@ -404,4 +404,6 @@ def required_features(settings: RunnerSettings) -> Sequence[str]:
         wanted.append("chunked_prefill")
     if settings.device.deterministic:
         wanted.append("deterministic")
+    if settings.speculation.drafter is not None:
+        wanted.append("speculation")
     return wanted

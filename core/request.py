@@ -63,6 +63,7 @@ class CompletionOutput:
     extra: what the request's `extra_args` ask for: name -> array [len(token_ids), ...], an entry per token of `token_ids`.
     logprobs: for each token of `token_ids`, token id -> `Logprob` of that token and the likeliest ones; None if none are asked for, as
     `cumulative_logprob`: the sum of the log-probs of all output tokens up to the last of `token_ids`.
+    num_drafted, num_accepted: drafts of speculative decoding that were checked, and those that became output; known at the end.
     """
 
     index: int
@@ -73,6 +74,8 @@ class CompletionOutput:
     extra: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict, compare=False)
     logprobs: Sequence[Mapping[int, Logprob]] | None = None
     cumulative_logprob: float | None = None
+    num_drafted: int = 0
+    num_accepted: int = 0
 
 
 @dataclass(frozen=True)
@@ -111,8 +114,9 @@ class Request:
     that taps gave. cache_world: what its cached pages depend on beside tokens, weights and salt. results: a byte record [bytes] uint8 of
     taps per output token. bad_word_ids: every tokenisation of `params.bad_words`. guide: of a request with structured output.
     logprobs: None if it asks for none. failure: what a function of `params.logits_processors` did wrong. choice: which of several answers
-    to its prompt. fork: names the requests that share this prompt, of which one computes it. media: of its prompt.
-    parcel: these at a front end, to be sent to the engine.
+    to its prompt. fork: names the requests that share this prompt, of which one computes it. draft_values: column values that the drafter
+    gave. num_draft: most drafts that a step checks for it. num_drafted, num_accepted: drafts checked and kept, known when its row is
+    released. media: of its prompt. parcel: these at a front end, to be sent to the engine.
     """
 
     id: str
@@ -146,6 +150,10 @@ class Request:
     failure: str | None = None
     choice: int = 0
     fork: str | None = None
+    draft_values: dict[str, Any] = field(default_factory=dict)
+    num_draft: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
     media: RequestMedia | None = None
     parcel: Parcel | None = None
 

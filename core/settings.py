@@ -41,6 +41,7 @@ __all__ = [
     "SamplerSettings",
     "SchedulerSettings",
     "Section",
+    "SpeculationSettings",
     "load_settings",
     "merge_sections",
     "setting_origins",
@@ -84,7 +85,7 @@ class ModelSettings(Section):
     max_model_len: int | None = Field(default=None, ge=1)
     """Most tokens of a request, prompt and output together; none takes what the model was made for."""
 
-    load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto"
+    load_format: Literal["auto", "safetensors", "gguf", "torch", "dummy"] = "auto"
     """Format of the weights; auto looks at the files, dummy fills the weights with seeded random numbers and reads none."""
 
     seed: int = Field(default=0, ge=0, lt=2**63)
@@ -283,6 +284,33 @@ class MediaSettings(Section):
     """Images and videos of one call that are processed at the same time, beside the engine's loop."""
 
 
+class SpeculationSettings(Section):
+    """Speculative decoding: a drafter proposes tokens, the model checks several at once."""
+
+    drafter: str | None = None
+    """Name of the drafter offer (ngram, or a plugin's); none decodes a token at a time."""
+
+    num_tokens: int = Field(default=3, ge=1, le=16)
+    """Most tokens that are proposed for a request in a step; a request may ask for fewer (num_draft_tokens)."""
+
+    model: str = ""
+    """Hub id or folder of the drafter's weights; empty for a drafter without, or one whose weights lie with the model's."""
+
+    off_above_rows: int | None = Field(default=None, ge=0, le=65536)
+    """Decoding requests above which nothing is proposed, because the device is busy enough; none always proposes."""
+
+    acceptance: Literal["exact", "typical"] = "exact"
+    """`exact` changes no token's distribution. `typical` also keeps drafts that are likely enough where a request draws (temperature above
+    0): faster, and lossy (see typical_threshold)."""
+
+    typical_threshold: float = Field(default=0.3, gt=0, le=1)
+    """Of acceptance `typical`: a draft of probability p is kept if p > min(typical_threshold, typical_factor * exp(-entropy)), in nats, of
+    the distribution after temperature and filters (Cai et al. 2024, arXiv:2401.10774, section 3.3.1)."""
+
+    typical_factor: float = Field(default=0.09, gt=0, le=1)
+    """See typical_threshold."""
+
+
 class GraphSettings(Section):
     """Captured graphs and the batch shapes that they are padded to."""
 
@@ -346,6 +374,9 @@ class PinSettings(Section):
     grammar_backend: str | None = None
     """Name of the offer that compiles grammars; none chooses by fit."""
 
+    drafter: str | None = None
+    """Name of the offer that drafts; none lets speculation.drafter decide."""
+
     def of(self, hook: str) -> str | None:
         """The name pinned for `hook`. (The field for the hook `model_config` has another name in Python: pydantic keeps that one.)"""
         if hook not in field_names(type(self)):
@@ -389,6 +420,8 @@ class RunnerSettings(BaseSettings):
     """Structured output."""
     media: MediaSettings = MediaSettings()
     """Images, videos and embeddings in prompts."""
+    speculation: SpeculationSettings = SpeculationSettings()
+    """Speculative decoding."""
     graphs: GraphSettings = GraphSettings()
     """Captured graphs and the batch shapes that they are padded to."""
     process: ProcessSettings = ProcessSettings()

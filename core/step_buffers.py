@@ -79,8 +79,7 @@ class PlanPacker:
         padding = slice(n, shape.num_rows)
         rows[:n], generations[:n], num_query[:n] = plan.rows, plan.generations, plan.num_query
         rows[padding], generations[padding], num_query[padding] = scratch_row, -1, 0
-        query_start[0] = 0
-        np.cumsum(plan.num_query, out=query_start[1 : n + 1])
+        query_start[: n + 1] = plan.query_start
         if shape.num_decode == shape.num_rows:
             query_start[n + 1 : shape.num_rows + 1] = query_start[n] + slots * np.arange(1, shape.num_rows - n + 1)
         else:
@@ -111,8 +110,9 @@ class StepBuffers:
         max_model_len: int,
         packer: PlanPacker,
         device: torch.device,
+        num_draft: int = 0,
     ) -> None:
-        """dtype: of activations. max_rows, max_tokens: of a padded step."""
+        """dtype: of activations. max_rows, max_tokens: of a padded step. num_draft: drafts of a row at most."""
         self.layouts = layouts
         self.packer = packer
         self.media: MediaSteps | None = None
@@ -133,7 +133,9 @@ class StepBuffers:
             g.group.name: torch.zeros(max_rows * -(-max_model_len // g.tokens_per_page), dtype=torch.int32, device=device) for g in layouts
         }
         self.hidden = torch.zeros(max_tokens, needs.hidden_size, dtype=dtype, device=device)
-        self.sampled = torch.zeros(max_rows, needs.hidden_size, dtype=dtype, device=device)  # from a captured body to its tail
+        self.num_draft = num_draft
+        lines = max_rows * (1 + num_draft)
+        self.sampled = torch.zeros(lines, needs.hidden_size, dtype=dtype, device=device)  # from a captured body to its tail
         sizes = {"tokens": max_tokens, "rows": max_rows}
         self.extra = {
             b.name: torch.zeros([sizes[s] if isinstance(s, str) else s for s in b.shape], dtype=b.dtype, device=device)
@@ -164,6 +166,10 @@ class StepBuffers:
             g.group.name: self.block_tables[g.group.name][: n * pages].view(n, pages)
             for g, pages in zip(self.layouts, plan.table_pages, strict=True)
         }
+        slots = {name: slots[:t] for name, slots in self.slots.items()}
+        for layout in self.layouts:
+            for rider in layout.riders:
+                tables[rider.group.name], slots[rider.group.name] = tables[layout.name], slots[layout.name]
         return Batch(
             num_rows=n,
             num_tokens=t,
@@ -184,7 +190,7 @@ class StepBuffers:
             positions=self.positions[:t],
             token_row=self.token_row[:t],
             token_valid=self.token_valid[:t],
-            slots={name: slots[:t] for name, slots in self.slots.items()},
+            slots=slots,
             block_tables=tables,
             columns=columns,
             buffers=self.extra,

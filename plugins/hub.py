@@ -20,6 +20,7 @@ MODELRUNNER_API = ">=1,<2"
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 PATH_STARTS = ("./", "../", "/", "~")  # these never mean the hub
 WANTED_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+OLDER_FILES = ["pytorch_model*.bin", "*.pt"]  # weights of models without safetensors
 UNWANTED_FILES = ["consolidated*", "original/*"]  # the same weights in other layouts
 
 # By model type, what a file must say so that nobody asks transformers for defaults.
@@ -62,6 +63,8 @@ def download(name: str, revision: str | None) -> Path:
 
     try:
         folder = huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=WANTED_FILES, ignore_patterns=UNWANTED_FILES)
+        if not any(Path(folder).glob("*.safetensors")):
+            huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=OLDER_FILES, ignore_patterns=UNWANTED_FILES)
     except Exception as error:  # the client's errors differ between its versions, and all mean: no model
         at = f" at revision {revision}" if revision else ""
         cause = (str(error).strip() or "no message").splitlines()[0].rstrip(".")

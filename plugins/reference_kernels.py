@@ -16,7 +16,21 @@ MODELRUNNER_API = ">=1,<2"
 
 @hookimpl
 def kernels(register: Register, device: Device) -> None:
-    from modelrunner.kernels import activation, attention, batch, embedding, linear, logits, logprobs, norm, rope, sampling, table
+    from modelrunner.kernels import (
+        activation,
+        attention,
+        batch,
+        embedding,
+        linear,
+        logits,
+        logprobs,
+        norm,
+        rope,
+        sampling,
+        speculation,
+        table,
+        verification,
+    )
     from modelrunner.ops import CLOSE
     from modelrunner.plugins import fusions
 
@@ -24,6 +38,10 @@ def kernels(register: Register, device: Device) -> None:
         "table": [table.apply_patch, table.update_state, table.write_record],
         "batch": [batch.gather_rows, batch.gather_tokens, batch.gather_block_table, batch.slot_mapping],
         "logits": [logits.count_tokens],
+        "speculation": [
+            *(speculation.spread_rows, speculation.store_drafts, speculation.draft_inputs, speculation.draft_pass),
+            speculation.ngram_draft,
+        ],
         "attention": [attention.write_cache, attention.indexed_write, attention.attention_index, attention.gather_pages],
     }
     for area, functions in exact.items():
@@ -45,6 +63,7 @@ def kernels(register: Register, device: Device) -> None:
     register.op("processed_logits", logprobs.processed_logits, area="logprobs", tolerance=CLOSE)
     register.op("greedy", sampling.greedy, area="sampling")
     register.op("sample", sampling.sample, area="sampling")
+    register.op("verify_drafts", verification.verify_drafts, area="verification")
     register.op("gumbel_noise", sampling.gumbel_noise, area="sampling", tolerance=CLOSE)
     register.fusion("add_rms_norm", ("rms_norm",), fusions.add_rms_norm)
     register.fusion("norm_matmul", ("rms_norm", "matmul"), fusions.norm_matmul)

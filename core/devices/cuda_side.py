@@ -64,6 +64,7 @@ class SideStream:
         """Wait until all work is enqueued."""
         self._thread.submit(int).result()
 
+    @torch.inference_mode()
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
         """In the thread: the tensor's contents on the device. A piece waits until the copy out of its memory before it is done."""
         out = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)

@@ -56,7 +56,7 @@ def positions_kernel(
     place = tl.load(token_row_ptr + token, mask=mask, other=0)
     row = tl.load(rows_ptr + place, mask=mask, other=0).to(tl.int64)
     shifted = tl.load(positions_ptr + token, mask=mask, other=0) + tl.load(delta_ptr + row, mask=mask, other=0).to(tl.int64)
-    tl.store(out_ptr + line * out_stride + token, tl.where(own >= 0, own.to(tl.int64), shifted), mask=mask)
+    tl.store(out_ptr + line * out_stride + token, tl.where(own >= 0, own.to(tl.int64), tl.maximum(shifted, 0)), mask=mask)
 
 
 def place_media(out: torch.Tensor, arena: torch.Tensor, slots: torch.Tensor) -> None:

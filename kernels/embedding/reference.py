@@ -32,10 +32,11 @@ def add_media(out: torch.Tensor, arena: torch.Tensor, slots: torch.Tensor, start
 def media_positions(
     given: torch.Tensor, positions: torch.Tensor, token_row: torch.Tensor, rows: torch.Tensor, delta: torch.Tensor, out: torch.Tensor
 ) -> None:
-    """out[r, t] = given[r, t] where that is not negative, else positions[t] + delta[rows[token_row[t]]]: positions of M-RoPE, in place.
+    """out[r, t] = given[r, t] where that is not negative, else positions[t] + delta[rows[token_row[t]]], at least 0 (which invalid tokens
+    could fall short of): positions of M-RoPE, in place.
 
     given: [R, T] int32. positions: [T] int64, tokens' indices in their requests. token_row: [T] int64, place in [0, N). rows: [N] int32,
     lines of delta. delta: [lines] int32. out: [R, T] int64.
     """
     shifted = positions + delta.index_select(0, rows.index_select(0, token_row).long())
-    out.copy_(torch.where(given >= 0, given.long(), shifted))
+    out.copy_(torch.where(given >= 0, given.long(), shifted.clamp(min=0)))

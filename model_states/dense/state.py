@@ -1,4 +1,4 @@
-"""The dense ModelState: Llama, SmolLM2, Mistral, Phi-3, Qwen2, Qwen3."""
+"""The dense ModelState: Llama, SmolLM2, Mistral, Phi-3, Qwen2, MiMo, Qwen3."""
 
 from __future__ import annotations
 

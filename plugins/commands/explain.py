@@ -72,7 +72,7 @@ class Report:
         yield from text
         if reader is None:
             return
-        from modelrunner.assemble import blaming
+        from modelrunner.choosing import blaming
 
         with blaming(f"checkpoint reader {reader.offer.name} ({reader.plugin})"):
             card: ModelCard = reader.load()(path, settings.model.name).card()
@@ -84,7 +84,8 @@ class Report:
 
     def about_model(self, card: ModelCard) -> Iterator[str]:
         """The questions that need the card, then those that need the device."""
-        from modelrunner.assemble import blaming, declared
+        from modelrunner.assemble import declared
+        from modelrunner.choosing import blaming
 
         settings = self.settings
         if not settings.model.skip_tokenizer_init:

@@ -52,7 +52,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, metavar="S", help="the same seed gives the same text")
     parser.add_argument("--stop", action="append", metavar="TEXT", help="end the output before this text; repeatable")
     parser.add_argument("--ignore-eos", action="store_true", default=None, help="go on past the end of the sequence")
-    parser.add_argument("--json", action="store_true", help="one JSON object a line: prompt_token_ids, token_ids, text, finish_reason")
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="one JSON object a line: prompt_token_ids, token_ids, text, finish_reason; with a drafter num_drafted, num_accepted",
+    )
     parser.add_argument(
         "--logprobs", type=int, metavar="N",
         help="with --json, list for each token its log-prob and those of the N likeliest ones; -9999 is a token that could not come",
@@ -106,8 +110,8 @@ def run(args: argparse.Namespace, manager: PluginManager) -> int:
     with LLM(args.model or "", plugins=args.plugins, **trace.traced(args.settings, args.trace)) as llm:
         params = SamplingParams(**{**default_params(llm.card).model_dump(exclude_defaults=True), **given})
         outputs = generate(llm, args.prompts, params, args.chat, images)
-        decodes = llm.tokenizer is not None
-    show_json(outputs) if args.json else show_text(args.prompts, outputs, args.chat, decodes)
+        decodes, drafts = llm.tokenizer is not None, llm.engine.settings.speculation.drafter is not None
+    show_json(outputs, drafts) if args.json else show_text(args.prompts, outputs, args.chat, decodes)
     return 1 if any(output.outputs[0].finish_reason == "error" for output in outputs) else 0
 
 
@@ -136,7 +140,8 @@ def generate(
     return list(llm.generate({**named, "multi_modal_data": {"image": list(images)}}, params))
 
 
-def show_json(outputs: Sequence[RequestOutput]) -> None:
+def show_json(outputs: Sequence[RequestOutput], drafts: bool) -> None:
+    """A line for each output. drafts: with speculative decoding."""
     for output in outputs:
         choice = output.outputs[0]
         line: dict[str, Any] = {
@@ -145,6 +150,8 @@ def show_json(outputs: Sequence[RequestOutput]) -> None:
             "text": choice.text,
             "finish_reason": choice.finish_reason,
         }
+        if drafts:
+            line |= {"num_drafted": choice.num_drafted, "num_accepted": choice.num_accepted}
         if choice.logprobs is not None:
             line["logprobs"] = [entries(found) for found in choice.logprobs]
             line["cumulative_logprob"] = choice.cumulative_logprob

@@ -13,6 +13,7 @@ from modelrunner.testing import EngineProbe
 
 SIZES = ((1, 1), (1, 7), (3, 5), (4, 6), (8, 4), (6, 6))
 SEEDS = range(12)
+NGRAM: dict[str, Any] = {"speculation": {"drafter": "ngram", "num_tokens": 3}}
 
 
 def parts_of(draw: random.Random) -> tuple[Any, ...]:
@@ -41,7 +42,8 @@ def test_random_runs(seed: int) -> None:
         "device_seed": seed,
         "run_probability": draw.choice([0.1, 0.5, 0.8]),
     }
-    driver = engine(draw.choice([36, 40, 64, 200]), {"graphs": {"bucket_tokens": (16, 64)}} if draw.random() < 0.5 else {}, **short)
+    more: dict[str, Any] = {"graphs": {"bucket_tokens": (16, 64)}} if draw.random() < 0.5 else {}
+    driver = engine(draw.choice([36, 40, 64, 200]), more | (NGRAM if seed % 2 else {}), **short)
     probe = EngineProbe(driver)
     requests = [made(parts_of(draw), draw.randint(0, 2)) for _ in range(7)]
     requests += draw.sample(requests, 2)
@@ -78,6 +80,26 @@ def test_the_smallest_chunks(tokens: int) -> None:
     driver.add("a", one.prompt(), GREEDY)
     driver.finish()
     assert_expected(one, driver.result("a"))
+    EngineProbe(driver).assert_clean()
+
+
+@pytest.mark.parametrize("tokens", [7, 64])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("captures", [False, True])
+def test_drafts_beside_images(tokens: int, depth: int, captures: bool) -> None:
+    """A drafter that finds what it proposes: greedy outputs run in circles. Prompts with images come while others draft."""
+    driver = engine(40, NGRAM, tokens=tokens, depth=depth, captures=captures, rows=4)
+    long = GREEDY.model_copy(update={"max_tokens": 60})
+    many = [made((5 + i, (4, 6), 3, (1, 7), 4 + i), i) for i in range(4)]
+    for number, one in enumerate(many):
+        driver.add(str(number), one.prompt(), long)
+        for _ in range(6):
+            driver.step()
+    driver.finish()
+    for number, one in enumerate(many):
+        assert_expected(one, driver.result(str(number)))
+    stats = driver.engine.scheduler.stats
+    assert sum(stats.accepted_at) > 5, (stats.drafted_at, stats.accepted_at)
     EngineProbe(driver).assert_clean()
 
 

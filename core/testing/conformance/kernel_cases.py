@@ -14,7 +14,9 @@ import torch
 
 from modelrunner.testing.conformance.logits_cases import LOGITS_CASES
 from modelrunner.testing.conformance.logprobs_cases import LOGPROBS_CASES
+from modelrunner.testing.conformance.speculation_cases import SPECULATION_CASES
 from modelrunner.testing.conformance.step_cases import DIM, STEP_CASES, VOCAB
+from modelrunner.testing.conformance.verification_cases import VERIFICATION_CASES
 
 Case = Callable[..., Any]
 
@@ -119,7 +121,8 @@ def add_media(ops: Any, draw: Draw, tokens: int, width: int) -> Any:
 
 
 def media_positions(ops: Any, draw: Draw, tokens: int, lines: int) -> Any:
-    given, positions = draw.integers(-9, 9, lines, tokens + 5, dtype=torch.int32), draw.integers(0, 2**40, tokens)
+    given = draw.integers(-9, 9, lines, tokens + 5, dtype=torch.int32)
+    positions = draw.integers(0, 2**40, tokens) * (draw.uniform(tokens) > 0.3)
     token_row, rows = draw.integers(0, 3, tokens), torch.tensor([4, 0, 2], dtype=torch.int32, device=draw.device)
     delta, out = draw.integers(-99, 9, 5, dtype=torch.int32), draw.unwritten(lines, tokens + 5, dtype=torch.int64)
     ops.media_positions(given[:, :tokens], positions, token_row, rows, delta, out[:, :tokens])
@@ -239,5 +242,7 @@ CASES: dict[str, tuple[Case, Sequence[tuple[Any, ...]]]] = {
     "gumbel_noise": (gumbel_noise, ((1, 1), (7, 331))),
     **LOGITS_CASES,
     **LOGPROBS_CASES,
+    **SPECULATION_CASES,
     **STEP_CASES,
+    **VERIFICATION_CASES,
 }

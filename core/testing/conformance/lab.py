@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from modelrunner.assemble import Chooser, open_checkpoint
+from modelrunner.choosing import Chooser, open_checkpoint
 from modelrunner.hookspecs import hookimpl
 from modelrunner.model_state import ModelState, No, Yes
 from modelrunner.offers import Offer

@@ -105,7 +105,7 @@ def gather(ops: Any, draw: Draw, step: Step) -> dict[str, torch.Tensor]:
     tokens = {name: draw.unwritten(t, dtype=torch.int64) for name in ("input_ids", "positions", "token_row")}
     tokens["token_valid"] = torch.zeros(t, dtype=torch.bool, device=draw.device)
     tokens["sample_index"] = draw.unwritten(n, dtype=torch.int64)
-    ops.gather_tokens(step.rows, step.query_start, out["query_len"], out["computed"], c["token_ids"], *tokens.values())
+    ops.gather_tokens(step.rows, step.query_start, out["query_len"], out["computed"], c["known"], c["token_ids"], *tokens.values())
     return out | tokens
 
 
