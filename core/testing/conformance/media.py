@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -16,6 +16,7 @@ from modelrunner.encoding import Encoding
 from modelrunner.media import IMAGE, VIDEO, EncoderInput, Expanded, MediaItem, MediaProcessor, Video
 from modelrunner.testing.conformance.case import StateCase
 from modelrunner.testing.conformance.lab import NEAR_TIE, Plain
+from modelrunner.testing.conformance.promises import LOWER_PRECISION_ERROR
 from modelrunner.testing.conformance.trace import StepTrace
 from modelrunner.testing.conformance.values import forbid_values
 from modelrunner.testing.drive import Driver
@@ -199,13 +200,8 @@ class TakesMedia(StateCase):
             assert places[-1] == len(prompt) + len(output) - 2
             assert want.std() > 0.1, f"the reference's logits of media prompt {number} are too flat to prove anything"
             found = torch.stack([got[place] for place in places])
-            torch.testing.assert_close(
-                found,
-                want[places],
-                rtol=self.tolerance,
-                atol=self.tolerance,
-                msg=lambda text, number=number: f"logits of media prompt {number} (media at {self.media.prompts[number].runs}): {text}",
-            )
+            where = partial("logits of media prompt {} (media at {}): {}".format, number, prompt.runs)
+            torch.testing.assert_close(found, want[places], rtol=self.tolerance, atol=self.tolerance, msg=where)
 
     def test_media_logits_equal_the_reference(self) -> None:
         """At every position, prompts with media and without in one batch."""
@@ -222,6 +218,18 @@ class TakesMedia(StateCase):
         engine = self.lab.engine(depth=1, prefix=False, tokens=7, rows=2)
         trace = StepTrace(engine)
         self.assert_media_logits(trace, self.media.run(engine))
+
+    @pytest.mark.parametrize("setting", [{"model.dtype": "bfloat16"}, {"linear.scheme": "int8"}], ids=["bfloat16", "int8"])
+    def test_media_in_few_bits(self, setting: Mapping[str, Any]) -> None:
+        """In bfloat16, and with int8 weights in decoder and encoder, logits are near the reference's float32 ones."""
+        engine = self.lab.engine(setting, depth=1, prefix=False, rows=8)
+        trace = StepTrace(engine)
+        self.media.run(engine)
+        for number, prompt in enumerate(self.media.prompts):
+            want = self.media.logits(prompt, ())
+            got = torch.stack([trace.logits[str(number)][place] for place in range(len(prompt))])
+            error = float((got - want).norm() / want.norm())
+            assert error < LOWER_PRECISION_ERROR, f"logits of media prompt {number} are {error:.3f} of their norm away from the reference's"
 
     def test_media_greedy_tokens_equal_the_reference(self) -> None:
         """If each output token is the reference's best one after those before it, the reference decodes to the same tokens."""
