@@ -192,7 +192,7 @@ def drafting_of(setup: DrafterSetup | None, backends: Mapping[str, AttentionBack
     own = {group.name: backends[group.name] for group in setup.needs.cache_groups}
     problem = setup.needs.capture_reason if setup.needs.capture == "none" else uncapturable(own)
     tables = tuple(layout.name for layout in layouts if any(group.name in own for group in layout.groups))
-    return Drafting(setup.drafter, setup.needs, setup.most, tables, problem, setup.shared_map)
+    return Drafting(setup.drafter, setup.needs, setup.policy(tables), problem, setup.shared_map)
 
 
 def make_runner(parts: Parts, settings: RunnerSettings, max_model_len: int) -> Runner:
