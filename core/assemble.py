@@ -117,7 +117,8 @@ def assemble(arguments: Mapping[str, Any], plugins: Sequence[object] = ()) -> As
     maker = CacheMaker(device, ops, settings, layouts, page_bytes, dtype, cache_dtype, attending, max_model_len, scales)
     cache, memory = maker.make_first(), ""
     with blaming(f"the arena of media of model_state {choose.chosen['model_state']}"):
-        media = open_media(state, needs, settings, device, dtype, tokenizer, max_model_len)
+        shifted = setup is not None and setup.needs.shifted
+        media = open_media(state, needs, settings, device, dtype, tokenizer, max_model_len, shifted)
     columns = [*core_columns(layouts, max_model_len), *sampler.columns(settings, needs.vocab_size), *needs.columns]
     columns += [DELTA] if media.front.facts.position_rows > 1 and media.encoder is not None else []
     columns += () if setup is None else setup.columns
@@ -191,7 +192,7 @@ def drafting_of(setup: DrafterSetup | None, backends: Mapping[str, AttentionBack
     own = {group.name: backends[group.name] for group in setup.needs.cache_groups}
     problem = setup.needs.capture_reason if setup.needs.capture == "none" else uncapturable(own)
     tables = tuple(layout.name for layout in layouts if any(group.name in own for group in layout.groups))
-    return Drafting(setup.drafter, setup.needs, setup.most, tables, problem, setup.shared_map)
+    return Drafting(setup.drafter, setup.needs, setup.policy(tables), problem, setup.shared_map)
 
 
 def make_runner(parts: Parts, settings: RunnerSettings, max_model_len: int) -> Runner:

@@ -117,10 +117,12 @@ class Prompts:
 @dataclass(frozen=True)
 class StepMedia:
     """What the tokens of a step, [T] in batch order, read of media. lines: [T] int32 of the arena, -1 for tokens of text. positions:
-    [position_rows, T] int32, -1 for a token whose position follows from its index; None where all do."""
+    [position_rows, T] int32, -1 for a token whose position follows from its index; None where all do. following: lines of the tokens after
+    each, -1 also where they are not encoded yet; None where no drafter asks."""
 
     lines: Int32Array
     positions: Int32Array | None
+    following: Int32Array | None = None
 
 
 @dataclass(frozen=True)

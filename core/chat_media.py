@@ -34,12 +34,23 @@ def with_placeholders(conversation: Any, front: MediaFront) -> tuple[Any, dict[s
     and `{"type": "image"}`, for templates that take such. Raises RequestError for a part of another type, or without its value.
     """
     media: dict[str, list[Any]] = {}
+    if front.facts.problem:
+        raise RequestError(f"{_first_place(conversation)}; {front.facts.problem}")
     processor = front.processor
     made = [
         {**message, "content": _content(_parts(message), place, media, processor)} if _parts(message) else message
         for place, message in enumerate(_messages(conversation))
     ]
     return made, media
+
+
+def _first_place(conversation: Any) -> str:
+    """The first part that is no text, for messages."""
+    for message, each in enumerate(_messages(conversation)):
+        for number, part in enumerate(_parts(each)):
+            if isinstance(part, Mapping) and part.get("type") in PARTS:
+                return f"messages[{message}].content[{number}]: got a part of type {part['type']!r}"
+    raise AssertionError("only of a conversation that has media")
 
 
 def _messages(conversation: Any) -> Sequence[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from modelrunner.checkpoint import CheckpointReader, ModelCard
 from modelrunner.choosing import Chooser, blaming, build_context, expect, open_checkpoint
 from modelrunner.device import Device
+from modelrunner.draft_policy import DraftPolicy
 from modelrunner.errors import ModelRunnerError, PluginError, SettingsError
 from modelrunner.model_state import CacheGroup, FullAttention, ModelState, Needs, No, Yes, required_features
 from modelrunner.ops import Ops
@@ -34,9 +36,13 @@ class DrafterSetup:
     reader: CheckpointReader | None
     card: ModelCard | None
 
-    @property
-    def most(self) -> int:
-        return self.choose.settings.speculation.num_tokens
+    def policy(self, tables: Sequence[str]) -> DraftPolicy:
+        """How many drafts steps have. tables: the groups in whose pages the drafter writes."""
+        settings = self.choose.settings
+        speculation, depth = settings.speculation, settings.scheduler.pipeline_depth
+        spare = speculation.spare_tokens if speculation.adaptive else None
+        most, off_above = speculation.num_tokens, speculation.off_above_rows
+        return DraftPolicy(most, depth=depth, off_above_rows=off_above, spare_tokens=spare, groups=tables)
 
     @property
     def columns(self) -> tuple[Column, ...]:
@@ -106,6 +112,23 @@ def of_drafter(settings: RunnerSettings) -> RunnerSettings:
     return settings.model_copy(update={"model": model})
 
 
+def open_draft(choose: Chooser) -> tuple[Chooser, CheckpointReader | None, ModelCard | None]:
+    """What chooses for the drafter's checkpoint, and that checkpoint, if `speculation.model` names one."""
+    own = Chooser(choose.manager, of_drafter(choose.settings))
+    return own, *(open_checkpoint(own) if choose.settings.speculation.model else (None, None))
+
+
+def target_model(own: Chooser, card: ModelCard, state: ModelState, needs: Needs, max_model_len: int) -> TargetModel:
+    """What a drafter is told of its target. own: chooses for the drafter's checkpoint."""
+
+    def state_for(card: ModelCard) -> type[ModelState]:
+        found: type[ModelState] = own("model_state", card=card, settings=own.settings)
+        return found
+
+    points = needs.tap_points if isinstance(state.supports("taps"), Yes) else ()
+    return TargetModel(card, needs.hidden_size, needs.vocab_size, max_model_len, points, state_for)
+
+
 def set_up_drafter(choose: Chooser, card: ModelCard, state: ModelState, needs: Needs, max_model_len: int) -> DrafterSetup | None:
     """Choose the drafter that the settings ask for, and let it declare. None if they ask for none. card, state, needs: of the target.
 
@@ -114,22 +137,15 @@ def set_up_drafter(choose: Chooser, card: ModelCard, state: ModelState, needs: N
     settings = choose.settings
     if settings.speculation.drafter is None:
         return None
-    own = Chooser(choose.manager, of_drafter(settings))
-    reader, draft_card = open_checkpoint(own) if settings.speculation.model else (None, None)
-
-    def state_for(card: ModelCard) -> type[ModelState]:
-        found: type[ModelState] = own("model_state", card=card, settings=own.settings)
-        return found
-
-    points = needs.tap_points if isinstance(state.supports("taps"), Yes) else ()
-    target = TargetModel(card, needs.hidden_size, needs.vocab_size, max_model_len, points, state_for)
+    own, reader, draft_card = open_draft(choose)
+    target = target_model(own, card, state, needs, max_model_len)
     asked = {"card": draft_card, "target": target, "settings": settings}
     kind: type[Drafter] = choose("drafter", setting="speculation.drafter", **asked)
     name = choose.chosen["drafter"]
     with blaming(f"drafter {name}"):
         drafter = kind(draft_card, target, settings)
         declared = expect(DrafterNeeds, drafter.declare(), drafter, "declare")
-    check(settings, name, drafter, declared, points)
+    check(settings, name, drafter, declared, target.tap_points)
     return DrafterSetup(own, name, drafter, declared, reader, draft_card)
 
 

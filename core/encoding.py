@@ -123,13 +123,15 @@ class Encoding(NoMedia):
     """See the module.
 
     start: enqueues an encoding, see `Encoder.start`. max_together: embeddings of one encoding, unless an item has more by itself. chunked:
-    whether prompts may be computed in parts. position_rows: see `MediaNeeds`.
+    whether prompts may be computed in parts. position_rows: see `MediaNeeds`. shifted: a drafter reads the token after each.
     """
 
-    def __init__(self, arena: EncoderArena, start: Start, *, max_together: int, chunked: bool, position_rows: int) -> None:
+    def __init__(
+        self, arena: EncoderArena, start: Start, *, max_together: int, chunked: bool, position_rows: int, shifted: bool = False
+    ) -> None:
         self.arena = arena
         self._start, self._max_together = start, max_together
-        self._chunked, self._position_rows = chunked, position_rows
+        self._chunked, self._position_rows, self._shifted = chunked, position_rows, shifted
         self._tenancies: dict[int, Tenancy] = {}  # by row, in the order of admission; only those with items still to be read
         self._leaving: dict[int, Tenancy] = {}
         self._waiting: dict[Request, Waiting] = {}
@@ -232,8 +234,7 @@ class Encoding(NoMedia):
     def attach(self, plan: Plan) -> Plan:
         places = {row: place for place, row in enumerate(plan.rows.tolist())} if self._tenancies else {}
         starts = plan.query_start if places else ()
-        lines: Int32Array | None = None
-        positions: Int32Array | None = None
+        lines = positions = following = None
         for row, tenancy in self._tenancies.items():
             place = places.get(row)
             if place is None:
@@ -244,16 +245,19 @@ class Encoding(NoMedia):
                 continue
             if lines is None:
                 lines = np.full(plan.num_tokens, -1, np.int32)
+                following = lines.copy() if self._shifted else None
                 if self._position_rows > 1:
                     positions = np.full((self._position_rows, plan.num_tokens), -1, np.int32)
             at = int(starts[place])
             tenancy_lines(tenancy, first, lines[at : at + count])
+            if following is not None:
+                tenancy_lines(tenancy, first + 1, following[at : at + count])
             if positions is not None and tenancy.media.positions is not None:
                 own = tenancy.media.positions[:, first : first + count]
                 positions[:, at : at + own.shape[1]] = own
         if lines is None:
             return plan
-        return replace(plan, media=StepMedia(lines, positions), features=plan.features | Feature.MEDIA)
+        return replace(plan, media=StepMedia(lines, positions, following), features=plan.features | Feature.MEDIA)
 
     # ---- encoding ----------------------------------------------------------------------------------------------------
 
@@ -381,12 +385,15 @@ class Encoding(NoMedia):
 
 
 def tenancy_lines(tenancy: Tenancy, first: int, out: Int32Array) -> None:
-    """Write the arena's lines of the tokens from `first` on into `out`, where they have one."""
+    """Write the arena's lines of the tokens from `first` on into `out`, where they have one. (Only the token after a step's last one can be
+    of an item that is not encoded.)"""
     end = first + out.size
     for run in tenancy.media.runs:
         start, stop = max(run.start, first), min(run.start + run.length, end)
         if start >= stop:
             continue
-        entry = tenancy.held[run.item - tenancy.first]
+        place = run.item - tenancy.first
+        if place >= len(tenancy.held) or not (entry := tenancy.held[place]).ready:
+            continue
         offset = run.offset - run.start
         out[start - first : stop - first] = entry.lines[offset + start : offset + stop]

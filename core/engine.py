@@ -100,7 +100,7 @@ class Engine:
             depth=scheduler.pipeline_depth,
             cache_seed=FIRST_WEIGHTS.encode(),
             media=parts.media.books,
-            drafting=NO_DRAFTS if parts.runner.parts.drafting is None else parts.runner.parts.drafting.policy(parts.settings),
+            drafting=NO_DRAFTS if parts.runner.parts.drafting is None else parts.runner.parts.drafting.policy,
             shifted_cache=parts.runner.parts.drafting is not None and parts.runner.parts.drafting.needs.shifted,
         )
 

@@ -34,7 +34,7 @@ BUILT = tuple(draw | edits for draw in _DRAWS for edits in _EDITS)
 
 class Key(NamedTuple):
     """What tells one graph from another. size: padded query tokens of a body or a draft part, padded rows of a tail or of a step of decode
-    rows. features: of the tail; of a body GREEDY or MEDIA. num_draft, num_next: as in a plan."""
+    rows. features: of the tail; of a body and a draft part GREEDY or MEDIA. num_draft, num_next: as in a plan."""
 
     part: Literal["step", "body", "tail", "draft"]
     size: int
@@ -44,9 +44,9 @@ class Key(NamedTuple):
 
 
 class DraftKinds(NamedTuple):
-    """most: drafts of a row, where a step has any. captured: whether the drafter's part is."""
+    """choices: drafts of a row that steps may have, from the largest on. captured: whether the drafter's part is."""
 
-    most: int
+    choices: tuple[int, ...]
     captured: bool
 
 
@@ -141,7 +141,9 @@ class StepGraphs:
     @property
     def tails(self) -> list[Key]:
         """Tails that bring up every kernel that a captured tail may want: its kernels are of two kinds, for few rows and for many."""
-        return [Key("tail", rows, features) for rows in dict.fromkeys((*self._rows[:1], *self._rows[-1:])) for features in BUILT]
+        most = dict.fromkeys((*self._rows[:1], *self._rows[-1:]))
+        drafts = (0,) if self._drafts is None else sorted({0, *self._drafts.choices})
+        return [Key("tail", rows, features, k) for rows in most for k in drafts for features in BUILT]
 
     @property
     def captured(self) -> list[Key]:
@@ -165,7 +167,7 @@ class StepGraphs:
         tail = Key("tail", shape.tail_rows, features, num_draft)
         if self._drafts is None or not self._drafts.captured:
             return body, tail
-        return body, tail, Key("draft", shape.num_tokens, num_draft=num_draft, num_next=num_next)
+        return body, tail, Key("draft", shape.num_tokens, media, num_draft, num_next)
 
     @property
     def with_drafts(self) -> bool:
@@ -173,13 +175,15 @@ class StepGraphs:
         return self._drafts is not None and self._drafts.captured
 
     def _first_keys(self) -> list[Key]:
-        """What start-up captures, from large to small. With a drafter, steps whose rows have none are left for their second use."""
-        most = 0 if self._drafts is None else self._drafts.most
-        sizes = [(tokens, k) for tokens in reversed(self._tokens) for k in sorted({0, most})]
+        """What start-up captures, from large to small. Steps with fewer drafts after them than in them are left for their second use."""
+        choices = (0,) if self._drafts is None else self._drafts.choices
+        sizes = [(tokens, k) for tokens in reversed(self._tokens) for k in sorted({0, *choices})]
         bodies = [Key("body", tokens, kind, k) for tokens, k in sizes for kind in self._bodies]
-        steps = [Key("step", rows, features, most, most) for rows in reversed(self._rows) for features in KINDS]
+        steps = [Key("step", rows, features, k, k) for rows in reversed(self._rows) for k in choices for features in KINDS]
         if self._drafts is not None and self._drafts.captured:
-            bodies += [Key("draft", tokens, num_draft=k, num_next=most) for tokens in reversed(self._tokens) for k in (0, most)]
+            pairs = dict.fromkeys([(0, choices[0]), *((k, k) for k in choices)])
+            sizes = [(tokens, kind) for tokens in reversed(self._tokens) for kind in self._bodies]
+            bodies += [Key("draft", tokens, kind, k, after) for tokens, kind in sizes for k, after in pairs]
         return bodies + steps
 
     def run(self, key: Key) -> None:

@@ -180,11 +180,13 @@ class MediaBatch:
     token before the end of its request's last run.
 
     arena: [lines, (1 + features) * H], in the model's dtype, never moves. slots: [T] int32, the token's line, -1 for a token of text.
+    following: [T] int32, the line of the token after each, -1 also where it is not encoded yet; None where the drafter does not ask.
     Read it by the operations `place_media` (core's, after `embed`) and `add_media`.
     """
 
     arena: torch.Tensor
     slots: torch.Tensor
+    following: torch.Tensor | None = None
 
 
 def runs_of(embedded: BoolArray, start: int, item: int) -> list[MediaRun]:

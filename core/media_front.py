@@ -180,15 +180,6 @@ class MediaFront:
         return ids, RequestMedia(items, runs, positions, is_embeds=True)
 
 
-def no_media(settings: MediaSettings, reason: str) -> MediaFront:
-    """The front where nothing but text is taken."""
-
-    def processor() -> MediaProcessor:
-        raise ImportError(reason)
-
-    return MediaFront(settings, MediaFacts(reason, reason, 0, "float32"), processor)
-
-
 def setting(kind: str) -> str:
     return f"setting media.max_{kind}s"
 

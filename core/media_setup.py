@@ -77,8 +77,9 @@ def open_media(
     dtype: torch.dtype,
     tokenizer: Tokenizer | None,
     max_model_len: int,
+    shifted: bool = False,
 ) -> MediaParts:
-    """Put it together; the arena is allocated here. needs, max_model_len: of the target model."""
+    """Put it together; the arena is allocated here. needs, max_model_len: of the target model. shifted: see `Encoding`."""
     facts = media_facts(state, needs, settings, str(dtype).removeprefix("torch."))
     front = MediaFront(settings.media, facts, lambda: state.media_processor(tokenizer))
     if facts.problem and facts.prompt_embeds_problem:
@@ -95,6 +96,7 @@ def open_media(
         max_together=1 if settings.device.deterministic else settings.media.encoder_tokens,  # a product depends on how many lines it has
         chunked=settings.scheduler.chunked_prefill,
         position_rows=facts.position_rows,
+        shifted=shifted,
     )
     return MediaParts(front, encoder, books, min(most, lines))
 

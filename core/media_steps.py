@@ -31,13 +31,15 @@ def media_steps(parts: Parts, entries: int, tokens: int) -> MediaSteps | None:
     if parts.media_arena is None:
         return None
     position_rows = 1 if parts.needs.media is None else parts.needs.media.position_rows
-    return MediaSteps(parts.device, parts.ops, parts.table.columns, parts.media_arena, position_rows, entries, tokens)
+    shifted = parts.drafting is not None and parts.drafting.needs.shifted
+    return MediaSteps(parts.device, parts.ops, parts.table.columns, parts.media_arena, position_rows, entries, tokens, shifted)
 
 
 class MediaSteps:
     """The buffers of a runner. `pack` and `release` run on the host, the rest on the device.
 
-    arena: of an `Encoder`. position_rows: see `MediaNeeds`. entries: of the runner's rings. tokens: of the largest padded step.
+    arena: of an `Encoder`. position_rows: see `MediaNeeds`. entries: of the runner's rings. tokens: of the largest padded step. shifted:
+    plans also say where the token after each finds its embedding.
     """
 
     def __init__(
@@ -49,25 +51,29 @@ class MediaSteps:
         position_rows: int,
         entries: int,
         tokens: int,
+        shifted: bool = False,
     ) -> None:
-        self._device, self._ops, self._tokens = device, ops, tokens
-        self.arena, self.position_rows = arena, position_rows
-        lines = 1 + (position_rows if position_rows > 1 else 0)
-        self._given = torch.full((lines, tokens), -1, dtype=torch.int32, device=device.torch_device)
-        self._positions = torch.zeros(max(lines - 1, 1), tokens, dtype=torch.int64, device=device.torch_device)
+        self._device, self._ops = device, ops
+        self.arena, self._shifted = arena, shifted
+        rows = position_rows if position_rows > 1 else 0
+        self._lines = 2 if shifted else 1  # of the arena, before the rows of positions
+        self._given = torch.full((self._lines + rows, tokens), -1, dtype=torch.int32, device=device.torch_device)
+        self._positions = torch.zeros(max(rows, 1), tokens, dtype=torch.int64, device=device.torch_device)
         self._nothing = torch.full((1, tokens), -1, dtype=torch.int32, device=device.torch_device)
         self._delta = columns.get(DELTA.name)
-        self._pinned = [device.pinned(4 * lines * tokens) for _ in range(entries)]
+        self._pinned = [device.pinned(4 * self._given.numel()) for _ in range(entries)]
 
     def pack(self, plan: Plan, num_tokens: int, entry: int) -> Callable[[], None]:
         """Put what the plan has of media, padded to `num_tokens`, into a pinned buffer. Returns the work that brings it to the device."""
-        assert plan.media is not None
-        lines = len(self._given)
-        words = self._pinned[entry].array.view(np.int32)[: lines * num_tokens].reshape(lines, num_tokens)
+        media, rows, own = plan.media, len(self._given), slice(plan.num_tokens)
+        assert media is not None
+        words = self._pinned[entry].array.view(np.int32)[: rows * num_tokens].reshape(rows, num_tokens)
         words[:, plan.num_tokens :] = -1
-        words[0, : plan.num_tokens] = plan.media.lines
-        if plan.media.positions is not None:
-            words[1:, : plan.num_tokens] = plan.media.positions
+        words[0, own] = media.lines
+        if media.following is not None:
+            words[1, own] = media.following
+        if media.positions is not None:
+            words[self._lines :, own] = media.positions
         return partial(self._upload, entry, num_tokens)
 
     @torch.inference_mode()
@@ -83,7 +89,8 @@ class MediaSteps:
 
     def view(self, num_tokens: int) -> MediaBatch:
         """What a step of the kind with media reads."""
-        return MediaBatch(self.arena, self._given[0, :num_tokens])
+        lines = self._given[:, :num_tokens]
+        return MediaBatch(self.arena, lines[0], lines[1] if self._shifted else None)
 
     def place(self, batch: Batch, hidden: torch.Tensor) -> None:
         """D. Put the embeddings of media over those of the table: hidden [T, H]."""
@@ -100,5 +107,5 @@ class MediaSteps:
             self._ops.media_positions(self._nothing[:, :count], *indices, out)
             return out[0]
         out = self._positions[:, :count]
-        self._ops.media_positions(self._given[1:, :count], *indices, out)
+        self._ops.media_positions(self._given[self._lines :, :count], *indices, out)
         return out

@@ -198,12 +198,12 @@ class HostRows:
         view: Int32Array = self.token_log[row, self.num_prompt[row] : self.known[row]]
         return view
 
-    def select(self, running: Int32Array, budget: TokenBudget, waiting: int) -> Selection:
+    def select(self, running: Int32Array, budget: TokenBudget, waiting: int, step: int = 0) -> Selection:
         """Rows of the next step.
 
         Rows with one token left to compute come first; what they leave of the budget goes to unfinished prompts, in the order of `running`.
         A row that will have reached its limit once the steps in flight are collected is left out, and one that is held. Rows go no further
-        than to media that are not encoded. waiting: requests without a row.
+        than to media that are not encoded. waiting: requests without a row. step: its number.
         """
         if self.num_guided:
             running = running[~self.held[running]]
@@ -215,7 +215,7 @@ class HostRows:
         decode = running[last & (pending == 1)]
         if decode.size > budget.most:  # those that waited longest
             decode = decode[np.argsort(self.last_ticket[decode], kind="stable")[: budget.most]]
-        num_draft = self.policy.drafts_in(decode.size, budget.most) if decode.size else 0
+        num_draft = self.policy.drafts_in(decode.size, budget.most, step) if decode.size else 0
         query = np.ones(decode.size, np.int32)
         if num_draft:
             useful = self.limit[decode] - 1 - self.known_lower[decode]

@@ -84,7 +84,7 @@ class Runner:
         self.warming_up = False
         self.max_tokens, self.max_model_len = max_tokens, max_model_len
         kinds = (Feature.GREEDY, Feature.MEDIA) if parts.needs.media is not None and parts.media_arena is not None else (Feature.GREEDY,)
-        drafts = None if parts.drafting is None else DraftKinds(parts.drafting.most, not parts.drafting.capture_problem)
+        drafts = None if parts.drafting is None else DraftKinds(parts.drafting.policy.choices, not parts.drafting.capture_problem)
         self.graphs = StepGraphs(self.device, buckets, self._closure, no_graphs, CAPTURED | parts.sampler.captured, kinds, drafts)
         self.media = self.buffers.media = media_steps(parts, entries, tokens)
         self.draft_groups = () if parts.drafting is None else parts.drafting.groups
@@ -120,8 +120,13 @@ class Runner:
 
     def _build(self, work: Sequence[Callable[[], None]]) -> None:
         """Let the device get ready what `work` will launch. It may run parts of it without the kernels that say where their inputs lie."""
-        self.device.launch(lambda: fill(self.buffers.sample_index, 0))
-        self.device.build(work)
+
+        def reset() -> None:
+            fill(self.buffers.sample_index, 0)
+            if self.drafting is not None:
+                fill(self.drafting.last_place, 0)
+
+        self.device.build([partial(_in_order, reset, part) for part in work])
 
     def _first(self, plan: Plan) -> None:
         shape = self.buckets.shape(plan)
@@ -476,11 +481,13 @@ class Runner:
 
     def _spread(self, batch: Batch) -> tuple[Batch, torch.Tensor]:
         """The batch of a step with drafts as the sampler sees it, line by line, and the rows' drafts."""
-        slots = 1 + batch.num_draft
+        slots, buffers = 1 + batch.num_draft, self.buffers
         given = (batch.rows, batch.query_len, batch.samples, batch.computed, self.parts.table.columns["known"])
-        rows, samples, computed, query_len, ahead, num_drafted = self.ops.spread_rows(*given, slots)
-        lines = {"rows": rows, "samples": samples, "computed": computed, "query_len": query_len, "ahead": ahead}
-        return replace(batch, num_rows=batch.num_rows * slots, **lines), num_drafted
+        lines, num_drafted = [each[: batch.num_rows * slots] for each in buffers.lines], buffers.num_drafted[: batch.num_rows]
+        self.ops.spread_rows(*given, slots, *lines, num_drafted)
+        rows, samples, computed, query_len, ahead = lines
+        spread = replace(batch, rows=rows, samples=samples, computed=computed, query_len=query_len, ahead=ahead)
+        return replace(spread, num_rows=batch.num_rows * slots), num_drafted
 
     def _require(self, method: str, value: object, *shape: int) -> None:
         """Check what the model state returned; for the warm-up, whose shapes stand for all others."""

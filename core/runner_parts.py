@@ -17,7 +17,6 @@ from modelrunner.ops import Ops
 from modelrunner.page_pool import GroupLayout
 from modelrunner.request_table import RequestTable
 from modelrunner.sampler import Sampler
-from modelrunner.settings import RunnerSettings
 from modelrunner.speculation import Drafter, DrafterNeeds
 from modelrunner.step_buffers import Shape
 from modelrunner.tap_set import TapSet
@@ -26,26 +25,24 @@ from modelrunner.weights import Target, WeightMap, store
 
 @dataclass(frozen=True)
 class Drafting:
-    """The drafter of an engine. most: K, the largest number of drafts of a row in a step. tables: names of the groups whose block tables
-    its own groups use. capture_problem: why `propose` is not captured with the step; empty if it is. shared_map: where its tensors go, if
-    they come with the target's."""
+    """The drafter of an engine. policy: how many drafts steps have. capture_problem: why `propose` is not captured with the step; empty if
+    it is. shared_map: where its tensors go, if they come with the target's."""
 
     drafter: Drafter
     needs: DrafterNeeds
-    most: int
-    tables: tuple[str, ...] = ()
+    policy: DraftPolicy
     capture_problem: str = ""
     shared_map: WeightMap | None = None
+
+    @property
+    def most(self) -> int:
+        """K, the largest number of drafts of a row in a step."""
+        return self.policy.most
 
     @property
     def groups(self) -> tuple[str, ...]:
         """Names of its cache groups."""
         return tuple(group.name for group in self.needs.cache_groups)
-
-    def policy(self, settings: RunnerSettings) -> DraftPolicy:
-        """How many drafts steps have."""
-        speculation, depth = settings.speculation, settings.scheduler.pipeline_depth
-        return DraftPolicy(self.most, depth=depth, off_above_rows=speculation.off_above_rows, groups=self.tables)
 
     def passing(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """`tensors` of a new version of the target's weights; those that are the drafter's are stored in it on the way.

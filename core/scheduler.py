@@ -204,7 +204,7 @@ class Scheduler:
             return again
         self._disturb()
         while True:
-            chosen = self._rows.select(self._running, self._budget, len(self.admission.queue))
+            chosen = self._rows.select(self._running, self._budget, len(self.admission.queue), self._step)
             rows, counts, num_decode, num_draft = chosen
             upper, limit = self._rows.computed_upper[rows] + counts, self._rows.limit[rows]
             deficits = [table.lacks(rows, upper, limit) for table in self._rows.tables]
@@ -240,7 +240,7 @@ class Scheduler:
         if self.admission.candidate(self._budget.most - first.num_tokens) is not None:
             return None
         steady = self._steady = self._steady or self._steady_from(first)
-        if steady.left <= 0 or (steady.drafting and first.num_draft != self._rows.policy.drafts_in(self._running.size, self._budget.most)):
+        if steady.left <= 0 or (steady.drafting and first.num_draft != self._drafts_in(self._step)):
             return None
         growths: list[Growth] = []
         patch = EMPTY_PATCH
@@ -298,9 +298,13 @@ class Scheduler:
             self._repeatable = plan
         return plan
 
+    def _drafts_in(self, step: int) -> int:
+        """Drafts of a row in a step in which all running rows decode."""
+        return self._rows.policy.drafts_in(self._running.size, self._budget.most, step)
+
     def _num_next(self, draft: Draft) -> int:
         """Drafts to be made after this step, for the next one."""
-        most = self._rows.policy.drafts_in(self._running.size, self._budget.most)
+        most = self._drafts_in(self._step + 1)
         return most if most and any(self._rows.drafts[rows].any() for rows, _ in draft.chunks) else 0
 
     def rollback(self, plan: Plan) -> None:
@@ -399,6 +403,7 @@ class Scheduler:
         self._rows.num_drafted[at] += drafted
         self._rows.num_accepted[at] += accepted
         self.stats.by_place(drafted, accepted)
+        self._rows.policy.learn(drafted, accepted)
 
     def _alive(self, plan: Plan) -> BoolArray:
         """Which rows of a plan still belong to the tenancy that it names."""

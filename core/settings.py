@@ -299,6 +299,12 @@ class SpeculationSettings(Section):
     off_above_rows: int | None = Field(default=None, ge=0, le=65536)
     """Decoding requests above which nothing is proposed, because the device is busy enough; none always proposes."""
 
+    adaptive: bool = False
+    """Choose step by step how many tokens are proposed, up to num_tokens, by how many were accepted lately and how many requests decode."""
+
+    spare_tokens: int = Field(default=256, ge=1, le=65536)
+    """With adaptive, tokens up to which a step is taken to last as long as one of few."""
+
     acceptance: Literal["exact", "typical"] = "exact"
     """`exact` changes no token's distribution. `typical` also keeps drafts that are likely enough where a request draws (temperature above
     0): faster, and lossy (see typical_threshold)."""

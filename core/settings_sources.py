@@ -48,6 +48,8 @@ ALIASES: Mapping[str, str] = types.MappingProxyType(
         "scheduling_policy": "scheduler.policy",
         "device": "device.name",
         "deterministic": "device.deterministic",
+        "speculative_model": "speculation.model",
+        "num_speculative_tokens": "speculation.num_tokens",
         "enforce_eager": "graphs.eager",
         "quantization": "linear.scheme",
         "max_logprobs": "sampler.max_logprobs",

@@ -137,3 +137,4 @@ class SteadyDrafts:
         table.num_drafted[rows] += drafted.sum(1)
         table.num_accepted[rows] += accepted.sum(1)
         self._stats.by_place(drafted.ravel(), accepted.ravel())
+        table.policy.learn(drafted.ravel(), accepted.ravel())

@@ -14,6 +14,8 @@ from modelrunner.media_steps import MediaSteps
 from modelrunner.model_state import Needs
 from modelrunner.page_pool import GroupLayout
 
+LINES = (torch.int32, torch.bool, torch.int32, torch.int32, torch.int32)  # rows, samples, computed, query_len, ahead of `Batch`
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -133,8 +135,9 @@ class StepBuffers:
             g.group.name: torch.zeros(max_rows * -(-max_model_len // g.tokens_per_page), dtype=torch.int32, device=device) for g in layouts
         }
         self.hidden = torch.zeros(max_tokens, needs.hidden_size, dtype=dtype, device=device)
-        self.num_draft = num_draft
         lines = max_rows * (1 + num_draft)
+        self.lines = [torch.zeros(lines, dtype=dtype, device=device) for dtype in LINES] if num_draft else []
+        self.num_drafted = rows(torch.int32)
         self.sampled = torch.zeros(lines, needs.hidden_size, dtype=dtype, device=device)  # from a captured body to its tail
         sizes = {"tokens": max_tokens, "rows": max_rows}
         self.extra = {

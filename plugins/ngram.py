@@ -12,8 +12,10 @@ from modelrunner.offers import Offer
 from modelrunner.settings import Section
 
 if TYPE_CHECKING:
+    import torch
+
     from modelrunner.settings import RunnerSettings
-    from modelrunner.speculation import Drafter
+    from modelrunner.speculation import DraftBuild, Drafter, DraftStep
 
 MODELRUNNER_API = ">=1.6,<2"
 NAME = "ngram"
@@ -46,6 +48,21 @@ def drafter(settings: RunnerSettings) -> Offer[type[Drafter]]:
 
 
 def load() -> type[Drafter]:
-    from modelrunner.plugins.ngram_drafter import NgramDrafter
+    from modelrunner.speculation import Drafter, DrafterNeeds
+
+    class NgramDrafter(Drafter):
+        """Looks a row's last tokens up in its own prompt and output (operation `ngram_draft`)."""
+
+        def declare(self) -> DrafterNeeds:
+            return DrafterNeeds()
+
+        def build(self, build: DraftBuild) -> None:
+            self.ops = build.context.ops
+            self.sizes = self.settings.section(NgramSettings)
+
+        def propose(self, step: DraftStep, out: torch.Tensor, probabilities: torch.Tensor | None) -> None:
+            batch, token_ids = step.batch, step.columns["token_ids"]
+            longest = min(batch.max_seq_len + 1, token_ids.shape[1])
+            self.ops.ngram_draft(batch.rows, step.wants, step.known, token_ids, longest, self.sizes.min_size, self.sizes.max_size, out)
 
     return NgramDrafter

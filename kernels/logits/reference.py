@@ -94,7 +94,7 @@ def edit_logits(
         seats, counts, repetition, presence, frequency = penalties
         words = counts[seats[row].long()]
         if ahead is not None:
-            words = _with_drafts(words, row, known, ahead, token_ids)
+            words = _with_drafts(words, row, known, torch.where(seats[row] >= 0, ahead, 0), token_ids)
         factor, times = repetition[row].unsqueeze(1), (words >> 1).float()
         x = torch.where(words != 0, torch.where(x > 0, x / factor, x * factor), x)
         x = x - frequency[row].unsqueeze(1) * times - presence[row].unsqueeze(1) * (times > 0)

@@ -49,17 +49,17 @@ def spread_kernel(
 
 
 def spread_rows(
-    rows: torch.Tensor, query_len: torch.Tensor, samples: torch.Tensor, computed: torch.Tensor, known: torch.Tensor, slots: int
-) -> tuple[torch.Tensor, ...]:
+    rows: torch.Tensor,
+    query_len: torch.Tensor,
+    samples: torch.Tensor,
+    computed: torch.Tensor,
+    known: torch.Tensor,
+    slots: int,
+    *out: torch.Tensor,
+) -> None:
     """See the reference."""
     n = rows.shape[0]
-    ints = torch.empty(4, n * slots, dtype=torch.int32, device=rows.device)
-    live = torch.empty(n * slots, dtype=torch.bool, device=rows.device)
-    count = torch.empty(n, dtype=torch.int32, device=rows.device)
-    spread_kernel[(triton.cdiv(n * slots, BLOCK),)](
-        rows, query_len, samples, computed, known, ints[0], live, ints[1], ints[2], ints[3], count, n, slots, BLOCK, **pdl(rows)
-    )
-    return ints[0], live, ints[1], ints[2], ints[3], count
+    spread_kernel[(triton.cdiv(n * slots, BLOCK),)](rows, query_len, samples, computed, known, *out, n, slots, BLOCK, **pdl(rows))
 
 
 @triton.jit(do_not_specialize=_ANY_SIZE)

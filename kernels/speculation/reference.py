@@ -22,21 +22,29 @@ def spread_rows(
     computed: torch.Tensor,
     known: torch.Tensor,
     slots: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    rows_out: torch.Tensor,
+    samples_out: torch.Tensor,
+    computed_out: torch.Tensor,
+    query_len_out: torch.Tensor,
+    ahead_out: torch.Tensor,
+    count_out: torch.Tensor,
+) -> None:
     """The lines of logits of a step with drafts: `slots` (1 + k) of each row, of its last known token and of the drafts behind it.
 
-    rows, query_len, computed: [N] int32 and samples [N] bool, of the step. known: [R] int32 column, from before its results. Line i *
-    slots + j is of row i and has j drafts ahead of what is known. Returns, of the lines, rows [N * slots] int32, samples bool (False where
-    the row has no such draft in the step), computed and query_len int32, whose sum is the position of the token to be chosen, and how many
-    drafts are ahead, int32; and of the rows, how many drafts each has in the step, [N] int32.
+    rows, query_len, computed: [N] int32 and samples [N] bool, of the step. known: [R] int32 column, from before its results. Line
+    i * slots + j is of row i and has j drafts ahead of what is known.
+    rows_out [N * slots] int32. samples_out [N * slots] bool: False where the row has no such draft in the step. computed_out,
+    query_len_out [N * slots] int32: their sum is the position of the token to be chosen. ahead_out [N * slots] int32: j. count_out [N]
+    int32: drafts that each row has in the step.
     """
     pending = known[rows.long()] - computed
     ahead = torch.arange(slots, device=rows.device, dtype=torch.int32).expand(rows.shape[0], slots)
     count = torch.where(samples, query_len - pending, 0)
+    count_out.copy_(count)
     live = samples.unsqueeze(1) & (ahead <= count.unsqueeze(1))
-    lines = (rows.unsqueeze(1).expand_as(ahead), live, computed.unsqueeze(1).expand_as(ahead), pending.unsqueeze(1) + ahead, ahead)
-    spread = [line.reshape(-1) for line in lines]
-    return spread[0], spread[1], spread[2], spread[3], spread[4], count
+    lines = (rows.unsqueeze(1), live, computed.unsqueeze(1), pending.unsqueeze(1) + ahead, ahead)
+    for out, line in zip((rows_out, samples_out, computed_out, query_len_out, ahead_out), lines, strict=True):
+        out.view(-1, slots).copy_(line)
 
 
 def store_drafts(
@@ -169,7 +177,7 @@ def ngram_draft(
     that do not want any, are left.
     """
     text = token_ids[rows.long(), :longest]
-    end = (known - 1).clamp(0, longest - 1).unsqueeze(1).long()  # of the row's text; a row that wants none may know more
+    end = (known - 1).clamp(0, longest - 1).unsqueeze(1).long()  # of the row's text; rows that are left may be longer
     place = torch.arange(text.shape[1], device=rows.device).unsqueeze(0)  # where an earlier text may end
     length = torch.zeros(text.shape, dtype=torch.int64, device=rows.device)
     same = place < end

@@ -57,20 +57,17 @@ def verify_drafts(
     if temperature is None:
         flat, good = greedy(logits)
     else:
-        given = (None if column is None else column[line] for column in (temperature, top_k, top_p, min_p))
-        flat, good = sample(logits, *given, seed[line], position, choice[line])  # type: ignore[misc, arg-type]
+        filters = [None if column is None else column[line] for column in (top_k, top_p, min_p)]
+        flat, good = sample(logits, temperature[line], filters[0], filters[1], filters[2], seed[line], position, choice[line])
     tokens, good, counting = flat.view(-1, slots), good.view(-1, slots), samples.view(-1, slots)
     ahead = token_ids[line, position.clamp(max=token_ids.shape[1] - 1).long()].view(-1, slots)[:, :k]
     drafts = torch.where(counting[:, 1:], ahead, -1)
     accepted = tokens[:, :k] == drafts
     if temperature is not None and k and (draft_probs is not None or typical is not None):
-        likely, own = _judge(
-            logits.unflatten(0, (-1, slots))[:, :k].flatten(0, 1),
-            drafts,
-            *(tensor.view(-1, slots)[:, :k].flatten() for tensor in (line, position)),
-            *(temperature, top_k, top_p, min_p, seed, choice),
-            *(None if typical else draft_probs, typical or (0.0, 0.0)),
-        )
+        first = [tensor.view(-1, slots)[:, :k].flatten() for tensor in (line, position)]
+        followed, probs = logits.unflatten(0, (-1, slots))[:, :k].flatten(0, 1), None if typical else draft_probs
+        columns = (temperature, top_k, top_p, min_p, seed, choice)
+        likely, own = _judge(followed, drafts, first[0], first[1], *columns, probs, typical or (0.0, 0.0))
         draws = (temperature[line] > GREEDY_TEMPERATURE).view(-1, slots)[:, :k]
         accepted = torch.where(draws, likely | (accepted if typical else False), accepted)
         own = torch.where(draws & (own >= 0), own, tokens[:, :k])
@@ -99,7 +96,7 @@ def _judge(
     """
     n, k = drafts.shape
     given = (None if column is None else column[line] for column in (temperature, top_k, top_p, min_p))
-    chances = processed_logits(logits, *given).softmax(-1)  # type: ignore[misc, arg-type]
+    chances = processed_logits(logits, *given).softmax(-1)  # type: ignore[arg-type]
     at = drafts.clamp(min=0).long().view(-1, 1)
     own = chances.gather(1, at).view(n, k)
     if draft_probs is None:

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from modelrunner.kernels.logprobs.reference import processed_logits
+from modelrunner.kernels.logprobs.filtered import processed_logits
 from modelrunner.kernels.pdl import pdl
 from modelrunner.kernels.sampling import philox
 from modelrunner.kernels.sampling.launch import _run, places_of

@@ -110,8 +110,8 @@ def run(args: argparse.Namespace, manager: PluginManager) -> int:
     with LLM(args.model or "", plugins=args.plugins, **trace.traced(args.settings, args.trace)) as llm:
         params = SamplingParams(**{**default_params(llm.card).model_dump(exclude_defaults=True), **given})
         outputs = generate(llm, args.prompts, params, args.chat, images)
-        decodes, drafts = llm.tokenizer is not None, llm.engine.settings.speculation.drafter is not None
-    show_json(outputs, drafts) if args.json else show_text(args.prompts, outputs, args.chat, decodes)
+        decodes = llm.tokenizer is not None
+    show_json(outputs) if args.json else show_text(args.prompts, outputs, args.chat, decodes)
     return 1 if any(output.outputs[0].finish_reason == "error" for output in outputs) else 0
 
 
@@ -140,8 +140,7 @@ def generate(
     return list(llm.generate({**named, "multi_modal_data": {"image": list(images)}}, params))
 
 
-def show_json(outputs: Sequence[RequestOutput], drafts: bool) -> None:
-    """A line for each output. drafts: with speculative decoding."""
+def show_json(outputs: Sequence[RequestOutput]) -> None:
     for output in outputs:
         choice = output.outputs[0]
         line: dict[str, Any] = {
@@ -149,9 +148,9 @@ def show_json(outputs: Sequence[RequestOutput], drafts: bool) -> None:
             "token_ids": list(choice.token_ids),
             "text": choice.text,
             "finish_reason": choice.finish_reason,
+            "num_drafted": choice.num_drafted,
+            "num_accepted": choice.num_accepted,
         }
-        if drafts:
-            line |= {"num_drafted": choice.num_drafted, "num_accepted": choice.num_accepted}
         if choice.logprobs is not None:
             line["logprobs"] = [entries(found) for found in choice.logprobs]
             line["cumulative_logprob"] = choice.cumulative_logprob

@@ -37,6 +37,7 @@ PUBLIC = {
     "taps": ["Tap", "Result", "ModelInfo"],
     "logits_processors": ["LogitsProcessor", "RegisterProcessor"],
     "observers": ["Observer", "StepReport", "RequestStart", "RequestFinish"],
+    "speculation": ["Drafter", "DrafterNeeds", "TargetModel", "DraftBuild", "DraftStep", "DraftPass"],
     "checkpoint": ["CheckpointReader", "ModelCard"],
     "text": ["Tokenizer"],
     "grammar": ["GrammarBackend", "Grammar", "Matcher", "Vocabulary"],
@@ -48,7 +49,8 @@ PUBLIC = {
     "beam_search": ["BeamSearchParams", "BeamSearchSequence", "BeamSearchOutput"],
     "async_llm": ["AsyncLLM"],
     "testing.conformance": [
-        *["KernelConformance", "LinearSchemeConformance", "DeviceConformance", "LogitsProcessorConformance", "transformers_checkpoint"],
+        *["KernelConformance", "LinearSchemeConformance", "DeviceConformance", "LogitsProcessorConformance", "DrafterConformance"],
+        "transformers_checkpoint",
     ],
     "testing.conformance.case": ["StateCase"],
 }

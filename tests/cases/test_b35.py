@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from draft_world import certain
+from draft_world import certain, drawn
 from verify_world import DEVICE, ROWS, Draft, K, Verify, World, drawing, verifiers
 
 from modelrunner import SamplingParams
 from modelrunner.kernels.sampling.philox import PURPOSE_DRAFT
 from modelrunner.kernels.verification import reference
-from modelrunner.testing import Driver, EngineProbe, P, constant, scripted
+from modelrunner.testing import Driver, EngineProbe, P, Subject, constant, scripted
 
 TARGET = torch.tensor([0.15, 0.50, 0.35])
 Q1, Q2 = torch.tensor([0.65, 0.05, 0.30]), torch.tensor([0.55, 0.35, 0.10])
@@ -83,22 +83,30 @@ def test_the_fault_is_found(drafter: str, monkeypatch: pytest.MonkeyPatch) -> No
         check(world_of({}).run(reference.verify_drafts, DRAFTERS[drafter]), TARGET)
 
 
-@pytest.mark.parametrize("token", range(3))
-def test_through_the_engine(token: int, device: str) -> None:
-    """5,000 requests with a drafter that is certain of one token."""
-    logits = torch.full((331,), -1e4)
-    logits[40:43] = TARGET.log()
-    subject = certain(40 + token, scripted(constant(logits), "three"))
-    driver = Driver(subject.engine(device=device, rows=256, tokens=2048, drafter="script", drafts=3, prefix=False))
-    params = SamplingParams(temperature=1.0, max_tokens=6, ignore_eos=True, n=500)
+SUBJECT = scripted(constant(torch.cat((torch.full((40,), -1e4), TARGET.log(), torch.full((288,), -1e4)))), "three")
+ENGINES: dict[str, tuple[Subject, float]] = {
+    **{f"certain {token}": (certain(40 + token, SUBJECT), TARGET[token].item()) for token in range(3)},
+    "q1": (drawn(dict(enumerate(Q1.tolist(), 40)), SUBJECT), 0.50),
+    "q2": (drawn(dict(enumerate(Q2.tolist(), 40)), SUBJECT), 0.60),
+    "q = p": (drawn(dict(enumerate(TARGET.tolist(), 40)), SUBJECT), 1.0),
+}
+
+
+@pytest.mark.parametrize("drafter", [pytest.param(name, marks=pytest.mark.slow) if "q" in name else name for name in ENGINES])
+def test_through_the_engine(drafter: str, device: str) -> None:
+    """5,000 requests of four tokens."""
+    subject, share = ENGINES[drafter]
+    name = "script" if "certain" in drafter else "drawing"
+    driver = Driver(subject.engine(device=device, rows=256, tokens=2048, drafter=name, drafts=K, prefix=False))
+    params = SamplingParams(temperature=1.0, max_tokens=4, ignore_eos=True, n=500)
     for i in range(10):
         driver.add(str(i), P(6, i), params.model_copy(update={"seed": i}))
     driver.finish()
     outputs = torch.tensor([choice.token_ids for i in range(10) for choice in driver.final(str(i)).outputs]) - 40
-    assert outputs.shape == (5000, 6)
-    for place in range(6):
+    assert outputs.shape == (5000, 4)
+    for place in range(4):
         assert torch.allclose(torch.bincount(outputs[:, place], minlength=3) / 5000, TARGET, atol=0.03)
     stats = driver.engine.scheduler.stats
     assert stats.num_drafted > 5000
-    assert stats.accepted_at[0] / stats.drafted_at[0] == pytest.approx(TARGET[token].item(), abs=0.03)
+    assert stats.accepted_at[0] / stats.drafted_at[0] == pytest.approx(share, abs=0.03)
     EngineProbe(driver).assert_clean()

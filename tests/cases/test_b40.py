@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from mm_world import GREEDY, assert_expected, engine, made
+from tiny_mm import PLACEHOLDER, embeddings_of, greedy, weights
 
+from modelrunner.batch import Feature
 from modelrunner.testing import EngineProbe
 
 PARTS: Any = (5, (4, 6), 6, (4, 6), 7)
@@ -96,8 +99,6 @@ def test_the_media_cache_reset_in_mid_run(depth: int) -> None:
 
 
 def test_new_weights_are_what_later_images_are_encoded_with() -> None:
-    from tiny_mm import greedy, weights
-
     driver = engine(prefix=True)
     one = made(PARTS)
     driver.add("a", one.prompt(), GREEDY)
@@ -131,4 +132,90 @@ def test_an_encoder_that_fails_ends_those_who_need_it_alone() -> None:
     assert driver.result("bad").stop_reason == "the encoder failed: MemoryError: planted"
     assert_expected(one, driver.result("good"))
     assert_expected(made((20,)), driver.result("text"))
+    EngineProbe(driver).assert_clean()
+
+
+# ---- with a drafter that looks one token ahead -----------------------------------------------------------------------------
+
+
+class Seen:
+    """What the drafter was given as embedding of the token after each of the step's: by row's tenancy, position -> vector."""
+
+    def __init__(self, driver: Any) -> None:
+        self.found: dict[tuple[int, int], dict[int, torch.Tensor]] = {}
+        drafter: Any = driver.engine.runner.parts.drafter
+        embed = drafter._embed
+
+        def watched(batch: Any, ids: torch.Tensor) -> torch.Tensor:
+            out = embed(batch, ids)
+            if batch.prompts is not None or batch.media is not None:
+                for place in torch.nonzero(batch.token_valid).flatten().tolist():
+                    row = int(batch.rows[batch.token_row[place]])
+                    key = row, int(batch.columns["generation"][row])
+                    self.found.setdefault(key, {})[int(batch.positions[place]) + 1] = out[place].clone()
+            return out
+
+        drafter._embed = watched
+
+
+def drafted(**short: Any) -> Any:
+    from tests.model_states.drafters.engines import head
+
+    speculation = {"drafter": "eagle", "num_tokens": 3, "model": head("eagle")}
+    return engine(24, {"speculation": speculation, "graphs": {"eager": True}}, **short)
+
+
+@pytest.mark.parametrize("edge", [-1, 0, 1])
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("between", [6, 0])
+def test_a_drafter_reads_the_image_too(edge: int, depth: int, between: int) -> None:
+    """An arena for one image of the two; a step that ends before an image shows the drafter its first embedding, if it is there already."""
+    parts: Any = (5, (4, 6), *([between] if between else []), (4, 6), 7)
+    one, other = made(parts), made((3, (6, 4), 9), 1)
+    driver = drafted(tokens=ENDS[0] + edge, depth=depth, device_seed=depth, rows=2)
+    seen = Seen(driver)
+    driver.add("a", one.prompt(), GREEDY)
+    driver.add("b", other.prompt(), GREEDY)
+    driver.finish()
+    assert_expected(one, driver.result("a"))
+    assert_expected(other, driver.result("b"))
+    table = weights()["model.embed_tokens.weight"]
+    for prompt in (one, other):
+        vectors = iter(torch.cat([embeddings_of(picture)[:, :64] for picture in prompt.pictures]))
+        want = [next(vectors) if token == PLACEHOLDER else table[token] for token in prompt.full]
+        (got,) = [found for found in seen.found.values() if len(prompt.full) - 1 in found and shares(found, want)]
+        wrong = [place for place in range(1, len(want)) if not torch.allclose(got[place], want[place], atol=1e-5)]
+        firsts = [i for i, token in enumerate(prompt.full) if token == PLACEHOLDER and (i % 24 == 5 or prompt.full[i - 1] != PLACEHOLDER)]
+        assert set(wrong) <= {*firsts, 5 + 24}, "only the first embedding of an image may be unknown when the step before it runs"
+    EngineProbe(driver).assert_clean()
+
+
+def shares(found: dict[int, torch.Tensor], want: list[torch.Tensor]) -> bool:
+    return torch.allclose(found[len(want) - 1], want[-1]) and torch.allclose(found[2], want[2])
+
+
+@pytest.mark.parametrize("captures", [False, True])
+def test_drafts_and_images_in_an_arena_for_one(captures: bool) -> None:
+    """Aborted ones, a reset, captured steps: the drafter's part too is of the kind with media."""
+    from tests.model_states.drafters.engines import head
+
+    speculation = {"drafter": "eagle", "num_tokens": 3, "model": head("eagle")}
+    driver = engine(24, {"speculation": speculation, "graphs": {"bucket_tokens": (8, 16)}}, tokens=13, captures=captures, rows=3)
+    many = [made(PARTS, 3), made((3, (6, 4), 9), 1), made((9, (4, 6), 6), 2)]
+    for turn in range(3):
+        for number, one in enumerate(many):
+            driver.add(f"{turn}{number}", one.prompt(), GREEDY)
+        driver.add(f"{turn}gone", made(PARTS, 7).prompt(), GREEDY)
+        for _ in range(3 + turn):
+            driver.step()
+        driver.engine.abort(f"{turn}gone")
+        driver.engine.reset_media_cache()
+        driver.finish()
+        for number, one in enumerate(many):
+            assert_expected(one, driver.result(f"{turn}{number}"))
+    if captures:
+        kinds = {
+            (key.part, bool(key.features & Feature.MEDIA)) for key in driver.engine.runner.graphs.captured if key.part in ("body", "draft")
+        }
+        assert kinds == {("body", False), ("body", True), ("draft", False), ("draft", True)}
     EngineProbe(driver).assert_clean()

@@ -40,9 +40,13 @@ def test_an_image_larger_than_the_arena_is_refused() -> None:
 @pytest.mark.parametrize("between", [0, 1, 9])
 @pytest.mark.parametrize("tokens", [64, 16])
 @pytest.mark.parametrize("depth", [1, 3])
-def test_two_images_that_do_not_fit_together(between: int, tokens: int, depth: int) -> None:
-    """Also one right behind the other."""
-    driver = engine(arena=64, tokens=tokens, depth=depth, device_seed=between)
+@pytest.mark.parametrize("drafter", [False, True])
+def test_two_images_that_do_not_fit_together(between: int, tokens: int, depth: int, drafter: bool) -> None:
+    """Also one right behind the other, where a drafter that looks one token ahead would need both at once."""
+    from tests.model_states.drafters.engines import head
+
+    more = {"speculation": {"drafter": "eagle", "num_tokens": 3, "model": head("eagle")}} if drafter else {}
+    driver = engine(arena=64, more=more, tokens=tokens, depth=depth, device_seed=between)
     one = made((5, (4, 10), *([between] if between else []), (5, 8), 5))
     driver.add("a", one.prompt(), GREEDY)
     finish(driver, (90 + between) // tokens + 1)

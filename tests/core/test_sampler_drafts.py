@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from draft_world import certain
 
 from modelrunner import LogitsProcessor
 from modelrunner.batch import Batch, Feature
@@ -17,6 +18,7 @@ from modelrunner.request import Request, SamplingParams
 from modelrunner.sampler import Functions, ProcessorRegistry, Processors, Sampler, default_stages
 from modelrunner.sampler import sampler as sampler_module
 from modelrunner.settings import load_settings
+from modelrunner.testing import Driver, EngineProbe, P, constant, scripted
 
 VOCAB, LONGEST, K = 40, 24, 3
 SETTINGS = load_settings({"scheduler": {"max_rows": 12}})
@@ -205,3 +207,21 @@ def test_typical_acceptance_is_for_rows_that_draw() -> None:
     assert sampler.sample(logits, batch)[1].tolist() == [1, 1 + K]
     greedy = replace(batch, features=Feature.GREEDY)
     assert sampler.sample(logits, greedy)[1].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("acceptance", ["exact", "typical"])
+def test_the_setting_keeps_more_drafts(acceptance: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a token that has one chance in four, about a fourth, or all; greedy requests beside it are as ever."""
+    monkeypatch.setenv("MODELRUNNER_SPECULATION__ACCEPTANCE", acceptance)
+    logits = torch.full((331,), -1e4)
+    logits[40:44] = torch.tensor([0.0, 0.0, 0.0, 0.001])
+    subject = certain(41, scripted(constant(logits), "four"))
+    driver = Driver(subject.engine(drafter="script", drafts=2, rows=64))
+    params = SamplingParams(temperature=1.0, max_tokens=9, ignore_eos=True)
+    driver.add("drawn", P(5, 1), params.model_copy(update={"n": 40, "seed": 3}))
+    driver.add("greedy", P(5, 1), params.model_copy(update={"temperature": 0.0}))
+    driver.finish()
+    assert set(driver.result("greedy").token_ids) == {43}
+    drafted, kept = (sum(getattr(each, name) for each in driver.final("drawn").outputs) for name in ("num_drafted", "num_accepted"))
+    assert kept == drafted if acceptance == "typical" else 0.1 < kept / drafted < 0.4
+    EngineProbe(driver).assert_clean()

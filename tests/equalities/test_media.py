@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 from mm_world import GREEDY, assert_expected, engine, made
+from tiny_mm import logits_of
 
+from modelrunner import SamplingParams, StructuredOutputsParams
 from modelrunner.testing import EngineProbe
 
 SIZES = ((1, 1), (1, 7), (3, 5), (4, 6), (8, 4), (6, 6))
@@ -148,3 +150,50 @@ def test_steps_of_text_read_nothing_of_media() -> None:
     assert len(with_media) == len(placed)
     assert 1 <= len(with_media) <= 2, "the text before the image may be computed while that is encoded"
     assert len(plans) == 11 + len(with_media)
+
+
+def test_log_probs_of_a_prompt_with_an_image() -> None:
+    """Of the tokens around it, which depend on what it shows; in chunks that cut it."""
+    driver = engine(tokens=16)
+    one = made((5, (4, 6), 6, (1, 7), 4))
+    driver.add("a", one.prompt(), GREEDY.model_copy(update={"prompt_logprobs": 0}))
+    driver.finish()
+    assert_expected(one, driver.result("a"))
+    found = driver.final("a").prompt_logprobs
+    assert found is not None
+    want = logits_of(one.full, one.pictures)[0].log_softmax(-1)
+    for place in range(1, len(one.full)):
+        entry = found[place]
+        assert entry is not None
+        assert abs(entry[one.full[place]].logprob - float(want[place - 1, one.full[place]])) < 1e-3
+
+
+def test_a_grammar_and_an_image() -> None:
+    """A request waits for both; held rows and rows that wait for images do not get into each other's way."""
+    pytest.importorskip("xgrammar")
+    driver = engine(40, tokens=16, rows=3, prefix=False)
+    params = SamplingParams(temperature=0, max_tokens=12, structured_outputs=StructuredOutputsParams(choice=["yes", "no way"]))
+    for number in range(4):
+        driver.add(f"guided{number}", made((5 + number, (4, 6), 4), number).prompt(), params)
+        driver.add(f"free{number}", made((5 + number, (4, 6), 4), number).prompt(), GREEDY)
+    driver.finish()
+    for number in range(4):
+        text = driver.result(f"guided{number}").text.lstrip("\ufffd")  # a prompt of any bytes may end within a character
+        assert text in ("yes", "no way")
+        assert_expected(made((5 + number, (4, 6), 4), number), driver.result(f"free{number}"))
+    EngineProbe(driver).assert_clean()
+
+
+def test_an_engine_that_sleeps_encodes_and_goes_on() -> None:
+    driver = engine(64, tokens=16)
+    one = made((5, (4, 6), 6, (8, 4), 4))
+    driver.add("a", one.prompt(), GREEDY)
+    for _ in range(3):
+        driver.step()
+    driver.engine.sleep()
+    for _ in range(5):
+        driver.step()
+    driver.engine.wake_up()
+    driver.finish()
+    assert_expected(one, driver.result("a"))
+    EngineProbe(driver).assert_clean()

@@ -24,7 +24,6 @@ from bench_sampling import DEVICE, VOCAB, columns, logits_of, microseconds  # no
 from modelrunner.kernels.logits import gpu as logits_gpu  # noqa: E402
 from modelrunner.kernels.logits import reference as logits_reference  # noqa: E402
 from modelrunner.kernels.sampling.gpu import OVERRIDES as SAMPLING  # noqa: E402
-from modelrunner.kernels.speculation.reference import spread_rows  # noqa: E402
 from modelrunner.kernels.table.gpu import OVERRIDES as TABLE  # noqa: E402
 from modelrunner.kernels.verification import reference  # noqa: E402
 from modelrunner.kernels.verification.gpu import OVERRIDES  # noqa: E402
@@ -48,15 +47,15 @@ def int32(*shape: int, value: int) -> torch.Tensor:
 def arguments(k: int, kind: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Lines (after the logits) and columns of `verify_drafts`."""
     rows = torch.arange(ROWS, dtype=torch.int32, device=DEVICE)
-    slots, known = 1 + k, int32(ROWS, value=9)
-    samples = torch.ones(ROWS, dtype=torch.bool, device=DEVICE)
-    line_rows, live, computed, query_len, _, _ = spread_rows(rows, known - 8 + k, samples, known - 1, known, slots)
+    slots, many = 1 + k, ROWS * (1 + k)
+    live = torch.ones(many, dtype=torch.bool, device=DEVICE)
+    computed, query_len = int32(many, value=8), 1 + torch.arange(slots, dtype=torch.int32, device=DEVICE).repeat(ROWS)
     token_ids = torch.randint(0, VOCAB, (ROWS, LONGEST), dtype=torch.int32, device=DEVICE)
     given = columns(ROWS, *(KINDS[kind] or (None, None)), 0.8)
     del given["position"]
     if KINDS[kind] is None:
         given["temperature"] = None
-    return (line_rows, live, computed, query_len, token_ids, slots), given
+    return (rows.repeat_interleave(slots), live, computed, query_len, token_ids, slots), given
 
 
 def write_drafts(logits: torch.Tensor, lines: tuple[Any, ...], given: dict[str, Any], share: float) -> None:

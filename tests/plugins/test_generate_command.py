@@ -47,7 +47,7 @@ class FakeLLM:
         return [self.answer(content if isinstance(content, str) else content[-1]["text"]) for content in contents]
 
     def answer(self, prompt: str) -> RequestOutput:
-        choice = CompletionOutput(0, prompt.upper(), [4, 5], self.reason)
+        choice = CompletionOutput(0, prompt.upper(), [4, 5], self.reason, num_drafted=6, num_accepted=1)
         return RequestOutput("0", prompt, [1, 2], [choice], True, RequestMetrics(0.0))
 
 
@@ -81,7 +81,8 @@ def test_several_prompts_are_labelled_and_in_order(
 def test_json_is_one_object_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--prompt", "é", "--prompt", "b\nc", "--json") == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert lines == [{"prompt_token_ids": [1, 2], "token_ids": [4, 5], "text": text, "finish_reason": "length"} for text in ("É", "B\nC")]
+    rest = {"finish_reason": "length", "num_drafted": 6, "num_accepted": 1}
+    assert lines == [{"prompt_token_ids": [1, 2], "token_ids": [4, 5], "text": text, **rest} for text in ("É", "B\nC")]
 
 
 def test_logprobs_are_shown_in_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

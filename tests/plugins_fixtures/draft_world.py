@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from modelrunner import SamplingParams
+import torch
+
+from modelrunner import Offer, SamplingParams, hookimpl
+from modelrunner.kernels.sampling.philox import PURPOSE_DRAFT
 from modelrunner.request import Request
+from modelrunner.speculation import DraftBuild, Drafter, DrafterNeeds, DraftStep
 from modelrunner.testing import ScriptDrafterPlugin, Subject, dense, ref
 
 Pattern = Callable[[int], bool]
@@ -46,3 +50,44 @@ def greedy(**more: object) -> SamplingParams:
 def certain(token: int, subject: Subject) -> Subject:
     """The subject with a drafter that always proposes one token."""
     return replace(subject, plugins=(*subject.plugins, ScriptDrafterPlugin(lambda request: [token] * request.params.max_tokens)))
+
+
+class DrawingDrafter(Drafter):
+    """Draws each token from `chances`, id -> probability, by the row's own noise, and says so."""
+
+    chances: Mapping[int, float]
+
+    def declare(self) -> DrafterNeeds:
+        return DrafterNeeds(probabilities=True)
+
+    def build(self, build: DraftBuild) -> None:
+        self.noise = build.context.ops.gumbel_noise
+        self.line = torch.zeros(self.target.vocab_size, device=build.context.device)
+        for token, chance in self.chances.items():
+            self.line[token] = chance
+
+    def propose(self, step: DraftStep, out: torch.Tensor, probabilities: torch.Tensor | None) -> None:
+        assert probabilities is not None
+        seed, choice = (step.columns[name].index_select(0, step.batch.rows) for name in ("seed", "choice"))
+        for j in range(step.num_draft):
+            noise = self.noise(seed, step.known + j, choice, PURPOSE_DRAFT, len(self.line))
+            out[:, j] = (self.line.log() + noise).argmax(-1)
+            probabilities[:, j] = self.line
+
+
+class DrawingPlugin:
+    """Offers the drafter `drawing`."""
+
+    MODELRUNNER_API = ">=1.6,<2"
+
+    def __init__(self, chances: Mapping[int, float]) -> None:
+        self.kind = type("DrawingDrafter", (DrawingDrafter,), {"chances": dict(chances)})
+
+    @hookimpl
+    def drafter(self) -> Offer[type[Drafter]]:
+        return Offer("drawing", lambda: self.kind, reason="for tests")
+
+
+def drawn(chances: Mapping[int, float], subject: Subject) -> Subject:
+    """The subject with a drafter named `drawing`."""
+    return replace(subject, plugins=(*subject.plugins, DrawingPlugin(chances)))

@@ -8,6 +8,7 @@ import pytest
 for _module in (
     "case",
     "device",
+    "drafter",
     "kernel",
     "kernel_cases",
     "lab",
@@ -24,6 +25,7 @@ for _module in (
     pytest.register_assert_rewrite(f"{__name__}.{_module}")
 
 from modelrunner.testing.conformance.device import DeviceConformance  # noqa: E402
+from modelrunner.testing.conformance.drafter import DrafterConformance  # noqa: E402
 from modelrunner.testing.conformance.kernel import KernelConformance  # noqa: E402
 from modelrunner.testing.conformance.kernel_cases import Draw  # noqa: E402
 from modelrunner.testing.conformance.lab import Reference, transformers_checkpoint, transformers_reference  # noqa: E402
@@ -34,6 +36,7 @@ from modelrunner.testing.conformance.model_state import MatchesReference, ModelS
 
 __all__ = [
     "DeviceConformance",
+    "DrafterConformance",
     "Draw",
     "KernelConformance",
     "LinearSchemeConformance",

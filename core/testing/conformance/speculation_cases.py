@@ -52,8 +52,12 @@ class Rows:
 
 
 def spread_rows(ops: Any, draw: Draw, n: int, drafts: int) -> Any:
-    made = Rows(draw, n, drafts)
-    return list(ops.spread_rows(made.rows, made.query_len, made.samples, made.computed, made.known, 1 + drafts))
+    made, slots = Rows(draw, n, drafts), 1 + drafts
+    live = torch.zeros(n * slots, dtype=torch.bool, device=draw.device)
+    rows, computed, query_len, ahead = (draw.unwritten(n * slots, dtype=torch.int32) for _ in range(4))
+    out = [rows, live, computed, query_len, ahead, draw.unwritten(n, dtype=torch.int32)]
+    ops.spread_rows(made.rows, made.query_len, made.samples, made.computed, made.known, slots, *out)
+    return out
 
 
 def store_drafts(ops: Any, draw: Draw, n: int, drafts: int) -> Any:

@@ -69,16 +69,18 @@ def no_host_copies() -> Iterator[None]:
                 setattr(torch.Tensor, name, own)
 
 
+def guarded(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The method, which raises ValueAsked where a GPU would make the host wait."""
+
+    def run(*arguments: Any, **options: Any) -> Any:
+        with no_host_copies(), NoValues():  # type: ignore[no-untyped-call]
+            return method(*arguments, **options)
+
+    return run
+
+
 def forbid_values(engine: Engine) -> None:
     """From now on the device methods of the engine's ModelState raise ValueAsked where a GPU would make the host wait."""
     state = engine.assembly.state
-
-    def guarded(method: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*arguments: Any, **options: Any) -> Any:
-            with no_host_copies(), NoValues():  # type: ignore[no-untyped-call]
-                return method(*arguments, **options)
-
-        return run
-
     for name in DEVICE_METHODS:
         setattr(state, name, guarded(getattr(state, name)))
