@@ -149,14 +149,14 @@ def test_rows_are_in_every_step(make: Callable[..., Driver]) -> None:
         driver.add("plain", P(9, 3), PLAIN.model_copy(update={"max_tokens": 60}))
         driver.add("a", P(9, 1), SamplingParams(max_tokens=40, structured_outputs=StructuredOutputsParams(choice=["abcdefghijklmnopqrst"])))
         driver.step_until(lambda driver=driver: driver.num_tokens("a") >= 1)
-        before = driver.engine.scheduler.stats.steps
+        before, known = driver.engine.scheduler.stats.steps, driver.num_tokens("a")
         driver.step_until(lambda driver=driver: driver.is_finished("a"))
         steps[way] = driver.engine.scheduler.stats.steps - before
         assert written(driver.result("a").token_ids) == "abcdefghijklmnopqrst"
-        rest = len(driver.result("a").token_ids) - 1
+        rest = len(driver.result("a").token_ids) - known
         driver.finish()
-    assert rest <= steps["device"] <= rest + 2
-    assert steps["host"] > 1.5 * steps["device"]
+        assert rest > 15
+        assert steps[way] == rest if way == "device" else steps[way] > 1.5 * rest
 
 
 @pytest.mark.parametrize("depth", [1, 2])
