@@ -67,9 +67,9 @@ def _edit_all(
 
 
 @triton.jit
-def _bits(ids, inside, seat, masks_ptr, words):
+def _bits(ids, vocab, seat, masks_ptr, words):
     """1 where the mask in a seat has the ids, 0 where not; 1 everywhere without a seat."""
-    word = tl.load(masks_ptr + seat.to(tl.int64) * words + ids // 32, mask=inside & (seat >= 0), other=-1)
+    word = tl.load(masks_ptr + seat.to(tl.int64) * words + ids // 32, mask=ids < tl.where(seat >= 0, vocab, 0), other=-1)
     return (word >> (ids % 32)) & 1
 
 
@@ -95,9 +95,9 @@ def _mask_all(
             inside = ids < vocab
             kept = tl.full([BLOCK], 1, tl.int32)
             if allow_seats is not None:
-                kept &= _bits(ids, inside, seat, masks, words)
+                kept &= _bits(ids, vocab, seat, masks, words)
             if states is not None:
-                kept &= _bits(ids, inside, state, state_masks, words)
+                kept &= _bits(ids, vocab, state, state_masks, words)
             if tl.min(kept, 0) == 0:
                 x = tl.full([BLOCK], -float("inf"), tl.float32)
                 if tl.max(tl.where(inside, kept, 0), 0) != 0:
