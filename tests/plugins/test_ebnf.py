@@ -76,6 +76,8 @@ SCHEMAS: list[dict[str, Any]] = [
     },
     {"type": "array", "items": {"type": "integer"}, "maxItems": 3},
     {"type": "object", "properties": {"tags": {"type": "array", "items": {"type": "string"}}, "n": {"const": 'say "hi"'}}},
+    {"type": "object", "properties": {"id": {"type": "string", "pattern": r"^[A-Z]{2,5}(-|/)\d+( ?x)*$"}}, "required": ["id"]},
+    {"type": "string", "pattern": "[!-~]{1,4}"},
     {"anyOf": [{"type": "integer", "maximum": 20, "minimum": -3}, {"type": "string", "format": "date"}]},
 ]
 ASKED = [
@@ -130,6 +132,7 @@ def test_masks_are_those_of_walking_every_token(asked: dict[str, Any]) -> None:
         ({"json": {"type": "object"}}, "calls itself before its end"),
         ({"json": {"type": "object", "properties": {"a": {"$ref": "#"}}}}, "calls itself before its end"),
         ({"grammar": 'root ::= "(" root ")" | "z"'}, "calls itself before its end"),
+        ({"json": {"type": "string", "pattern": r"^\S+$"}}, "letters of several bytes"),
         ({"regex": "(a|b)*a(a|b){14}"}, "more than 2048 states"),
         ({"json": {"type": "array", "items": {"type": "integer"}, "minItems": 10**9, "maxItems": 10**9}}, "more than 2048 states"),
     ],
@@ -140,7 +143,15 @@ def test_what_is_no_small_automaton_is_said(asked: dict[str, Any], says: str) ->
 
 
 def test_rules_that_are_not_known_are_refused() -> None:
-    for text in ('root ::= TagDispatch("a", b)', 'root ::= ("a" ? )', r'root ::= "\q"', "root ::= missing", "other ::= [a]"):
+    for text in (
+        'root ::= TagDispatch("a", b)',
+        'root ::= Regex("a", json_string=true)',
+        'root ::= Regex("a")',
+        'root ::= ("a" ? )',
+        r'root ::= "\q"',
+        "root ::= missing",
+        "other ::= [a]",
+    ):
         with pytest.raises(NotRegular, match="known here"):
             automaton_of(text, 100)
     with pytest.raises(TooLarge):
