@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator
 from modelrunner.automaton import LETTERS, Automaton, Builder
 
 TOKEN = re.compile(
-    r"""\s*(?: (?P<define>::=) | (?P<ahead>\(=) | (?P<regex>Regex\() | (?P<json>,\s*json_string=true\)) | (?P<call>[A-Za-z_]\w*\() | (?P<name>[A-Za-z_][\w.\-]*) | (?P<string>"(?:[^"\\]|\\.)*")
-        | (?P<letters>\[(?:[^\]\\]|\\.)*\]) | (?P<times>\{\s*\d+\s*,\s*-?\d+\s*\}) | (?P<sign>[()|*]) )""",
+    r"""\s*(?: (?P<define>::=) | (?P<ahead>\(=) | (?P<regex>Regex\() | (?P<json>,\s*json_string=true\)) | (?P<call>[A-Za-z_]\w*\()
+        | (?P<name>[A-Za-z_][\w.\-]*) | (?P<string>"(?:[^"\\]|\\.)*") | (?P<letters>\[(?:[^\]\\]|\\.)*\])
+        | (?P<times>\{\s*\d+\s*,\s*-?\d+\s*\}) | (?P<sign>[()|*]) )""",
     re.VERBOSE | re.DOTALL,
 )
 ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.))|(.)", re.DOTALL)
