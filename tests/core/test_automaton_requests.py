@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 from grammar_world import TableBackend, TableGrammar, TableMatcher, TablePlugin, written
 
-from modelrunner import SamplingParams, StructuredOutputsParams
+from modelrunner import Observer, RequestFinish, SamplingParams, StructuredOutputsParams, hookimpl
 from modelrunner.errors import RequestError
 from modelrunner.testing import Driver, EngineProbe, P, Subject, assert_same, dense
 from modelrunner.testing.byte_tokenizer import EOS, FIRST_BYTE
@@ -48,17 +48,17 @@ def asked(i: int, **more: Any) -> SamplingParams:
     return SamplingParams(structured_outputs=StructuredOutputsParams(**RULES[i % len(RULES)]), **given)
 
 
-def subject() -> Subject:
-    return Subject(dense().model, "tables", (*dense().plugins, TablePlugin()))
+def subject(*plugins: object) -> Subject:
+    return Subject(dense().model, "tables", (*dense().plugins, TablePlugin(), *plugins))
 
 
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Driver]:
-    def made(way: str = "device", settings: dict[str, Any] | None = None, **short: Any) -> Driver:
+    def made(way: str = "device", settings: dict[str, Any] | None = None, plugins: Sequence[object] = (), **short: Any) -> Driver:
         monkeypatch.setenv("MODELRUNNER_GRAMMAR__AUTOMATON_MEMORY", "1" if way == "device" else "0")
         for name, value in (settings or {}).items():
             monkeypatch.setenv("MODELRUNNER_" + name.upper().replace(".", "__"), str(value))
-        return Driver(subject().engine(**short))
+        return Driver(subject(*plugins).engine(**short))
 
     return made
 
@@ -169,6 +169,34 @@ def test_what_does_not_fit_goes_the_hosts_way(make: Callable[..., Driver], depth
     assert driver.engine.guides.ways == {"host: it takes more than 12 states": 1, "device": 1}
     assert [written(driver.result(name).token_ids) for name in ("big", "small")] == ["a text of more than twelve states", "small"]
     EngineProbe(driver).assert_clean()
+
+
+def test_observers_are_told_which_way_a_request_took(make: Callable[..., Driver]) -> None:
+    ends: dict[str, str | None] = {}
+
+    class Watcher(Observer):
+        def on_request_finish(self, event: RequestFinish) -> None:
+            ends[event.request_id] = event.grammar_way
+
+    class Plugin:
+        MODELRUNNER_API = ">=1,<2"
+
+        @hookimpl
+        def observer(self) -> Observer:
+            return Watcher()
+
+    driver = make(depth=2, plugins=(Plugin(),))
+    assert "states of grammars" in str(driver.engine.assembly.resolved)
+    driver.add("a", P(9, 1), asked(1))
+    driver.add(
+        "b", P(9, 2), SamplingParams(max_tokens=9, structured_outputs=StructuredOutputsParams(grammar='root ::= "(" root ")" | "z"'))
+    )
+    driver.add("c", P(9, 3), SamplingParams(max_tokens=9, structured_outputs=StructuredOutputsParams(regex="a")))
+    driver.add("plain", P(9, 4), PLAIN)
+    driver.finish()
+    driver.step()
+    assert ends == {"a": "device", "b": None, "c": None, "plain": None}, "those that no backend understands took no way"
+    driver.engine.close()
 
 
 def test_a_full_arena_sends_the_next_ones_to_the_host(make: Callable[..., Driver]) -> None:
