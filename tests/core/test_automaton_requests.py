@@ -113,6 +113,25 @@ def test_both_ways_give_the_same(make: Callable[..., Driver], short: dict[str, A
         EngineProbe(driver).assert_clean()
 
 
+def test_beside_rows_that_draft(make: Callable[..., Driver]) -> None:
+    """In steps with drafts a row with a grammar has one place; its state moves by its own token alone."""
+    results = []
+    for way, drafter in (("device", ""), ("device", "ngram"), ("host", "ngram")):
+        settings = {"speculation.drafter": drafter} if drafter else {}
+        driver = make(way, settings=settings, depth=2, device="deferred_cpu", rows=16)
+        for i in range(10):
+            driver.add(f"r{i}", P(9 + i, i), asked(i, **MORE[i]))
+        for i in range(4):
+            driver.add(f"plain{i}", P(5, i) * 4, PLAIN)
+        driver.finish()
+        assert bool(driver.engine.scheduler.stats.num_drafted) == bool(drafter)
+        results.append([(list(each.token_ids), each.finish_reason) for each in (driver.result(f"r{i}") for i in range(10))])
+        for i in range(4):
+            assert_same(dense(), P(5, i) * 4, PLAIN, driver.result(f"plain{i}"))
+        EngineProbe(driver).assert_clean()
+    assert results[0] == results[1] == results[2]
+
+
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_the_host_does_nothing_for_these_rows(make: Callable[..., Driver], depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """No matcher, no mask, no held row, no patch: steps are repeated as those of plain rows are."""
