@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from modelrunner.text import Tokenizer
 
 PROJECT = "modelrunner"
-API_VERSION = "1.5"
+API_VERSION = "1.6"
 
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)

@@ -63,6 +63,7 @@ class RequestFinish(NamedTuple):
     """A request ended. reason: `stop`, `length`, `abort`, `timeout` or `error`. Times are `time.monotonic()` seconds.
 
     first_token: when its first output token was committed, None if it has none. num_cached_tokens: of the prompt, found in the cache.
+    grammar_way: of a request with structured output whose grammar was compiled: "device", or "host: " and why.
     """
 
     request_id: str
@@ -74,6 +75,7 @@ class RequestFinish(NamedTuple):
     num_output_tokens: int
     num_cached_tokens: int
     num_preemptions: int
+    grammar_way: str | None = None
 
 
 class Observer:

@@ -83,12 +83,13 @@ class Runner:
         """Run steps of a dead row, one of each kind of tail, so that what cannot run fails at start-up and not at the first request."""
         plan = self._blank_plan()
         self.state.fill_dummy(self.buffers.batch(plan, self.buckets.shape(plan), self.parts.table.columns))
-        tails = (Feature.GREEDY, Feature.PLAIN, Feature.PLAIN | Feature.FILTERED, EDITED | Feature.LOGPROBS, self.parts.sampler.processed)
+        sampler = self.parts.sampler
+        tails = (Feature.GREEDY, Feature.PLAIN, Feature.PLAIN | Feature.FILTERED, EDITED | Feature.LOGPROBS, sampler.processed)
         kinds = [replace(plan, features=features) for features in dict.fromkeys(tails)]
         longest = self.longest_prompt
         prompts = [blank_plans.prompt(plan, self.parts.layouts, n) for n in sorted({min(FIRST_PROMPT, longest), longest})]
         plans = (*kinds, replace(plan, features=Feature.LOGPROBS), *prompts, self._large_plan(self.max_tokens))
-        self._build([partial(self._first, each) for each in plans])
+        self._build([*(partial(self._first, each) for each in plans), *sampler.loading()])
         self._rewind()
         self.warming_up = True
         for kind in kinds:
@@ -368,6 +369,7 @@ class Runner:
         tokens, num_tokens, ok = self.parts.sampler.sample(logits, batch, note)
         if wanted:
             self.logprobs.send(batch.num_rows, self.counter)
+        ends = self.parts.sampler.ends(batch, tokens, num_tokens, ok)
         self.ops.finish_step(
             self.ring,
             self.counter,
@@ -386,6 +388,7 @@ class Runner:
             columns["num_accepted"],
             columns["stop_ids"],
             columns["stop_ids.seats"],
+            ends,
         )
 
     def _require(self, method: str, value: object, *shape: int) -> None:

@@ -153,7 +153,7 @@ def finish_step(ops: Ops) -> Function:
         tokens: torch.Tensor,
         num_tokens: torch.Tensor | None,
         ok: torch.Tensor,
-        *columns: torch.Tensor,
+        *columns: torch.Tensor | None,
     ) -> torch.Tensor:
         if num_tokens is None:
             num_tokens = rows.new_full((tokens.shape[0],), tokens.shape[1])

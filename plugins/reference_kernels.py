@@ -16,14 +16,15 @@ MODELRUNNER_API = ">=1,<2"
 
 @hookimpl
 def kernels(register: Register, device: Device) -> None:
-    from modelrunner.kernels import activation, attention, batch, embedding, linear, logits, logprobs, norm, rope, sampling, table
+    from modelrunner.kernels import activation, attention, automata, batch, embedding, linear, logits, logprobs, norm, rope, sampling, table
     from modelrunner.ops import CLOSE
     from modelrunner.plugins import fusions
 
     exact: dict[str, list[Callable[..., Any]]] = {
         "table": [table.apply_patch, table.update_state, table.write_record],
         "batch": [batch.gather_rows, batch.gather_tokens, batch.gather_block_table, batch.slot_mapping],
-        "logits": [logits.count_tokens],
+        "logits": [logits.count_tokens, logits.mask_logits],
+        "automata": [automata.mask_states, automata.walk_tokens],
         "attention": [attention.write_cache, attention.indexed_write, attention.attention_index, attention.gather_pages],
     }
     for area, functions in exact.items():

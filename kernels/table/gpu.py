@@ -18,7 +18,7 @@ OVERRIDES: dict[str, Callable[..., Any]] = {
 
 _INT32 = [
     *("rows", "query_len", "num_tokens", "token_ids", "computed", "known", "finished", "limit", "num_accepted", "seat", "stop_ids"),
-    *("finish", "ring", "generations", "arena", "start", "words"),
+    *("finish", "ring", "generations", "ends", "arena", "start", "words"),
 ]
 TYPES = {f"{name}_ptr": "*i32" for name in _INT32} | dict.fromkeys(("tokens_ptr", "counter_ptr", "dst_ptr"), "*i64")
 TYPES |= dict.fromkeys(("samples_ptr", "ok_ptr"), "*i1")
@@ -27,7 +27,7 @@ NO_RECORD: dict[str, Any] = dict.fromkeys(("ring_ptr", "counter_ptr", "generatio
 
 
 def _finish(tokens: int, stops: int, block: int, num_warps: int = 1, **more: Any) -> Build:
-    sizes = {"K1": tokens, "WIDTH": 1 << (tokens - 1).bit_length(), "STOPS": stops, "BLOCK": block, "PDL": True}
+    sizes = {"K1": tokens, "WIDTH": 1 << (tokens - 1).bit_length(), "STOPS": stops, "BLOCK": block, "PDL": True, "ends_ptr": None}
     return Build(finish_kernel, TYPES, sizes | more, num_warps)
 
 
@@ -36,6 +36,7 @@ BUILDS = [
     _finish(1, 64, 16),
     _finish(1, 16, 32),
     _finish(1, 64, 16, num_tokens_ptr=None),
+    Build(finish_kernel, TYPES, {"K1": 1, "WIDTH": 1, "STOPS": 64, "BLOCK": 16, "PDL": True}, 1),
     _finish(5, 64, 2),
     _finish(1, 4096, 1, num_warps=4),
     _finish(1, 64, 16, **NO_RECORD),
