@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from modelrunner.offers import Decline, Offer
     from modelrunner.ops import Register
     from modelrunner.settings import RunnerSettings, Section
+    from modelrunner.speculation import Drafter, TargetModel
     from modelrunner.taps import ModelInfo, Tap
     from modelrunner.text import Tokenizer
 
@@ -78,6 +79,13 @@ class HookSpecs:
     @hookspec
     def model_state(self, card: ModelCard, settings: RunnerSettings) -> Offer[type[ModelState]] | Decline | None:
         """Bid to run the model that `card` describes."""
+
+    @hookspec
+    def drafter(self, card: ModelCard | None, target: TargetModel, settings: RunnerSettings) -> Offer[type[Drafter]] | Decline | None:
+        """Bid to propose tokens for speculative decoding. Asked only if `speculation.drafter` is set; card: of `speculation.model`, or
+        None.
+
+        New in 1.6."""
 
     @hookspec
     def linear_scheme(self, card: ModelCard, device: Device, settings: RunnerSettings) -> Offer[type[LinearScheme]] | Decline | None:
