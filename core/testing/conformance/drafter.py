@@ -180,7 +180,8 @@ class DrafterConformance:
         assert not heard.odd, heard.odd
 
     def test_asks_for_no_values(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """What a GPU could not do without making the host wait is refused, here on the CPU."""
+        """What a GPU could not do without making the host wait is refused, here on the CPU. Attention is of a kind that a GPU has too."""
+        monkeypatch.setenv("MODELRUNNER_PIN__ATTENTION_BACKEND", "paged")
         driver = self.driver(monkeypatch, depth=1)
         drafting = driver.engine.runner.parts.drafting
         assert drafting is not None
