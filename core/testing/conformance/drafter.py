@@ -188,6 +188,18 @@ class DrafterConformance:
         setattr(drafting.drafter, "propose", guarded(drafting.drafter.propose))  # noqa: B010
         self.tokens(driver, self.requests())
 
+    def test_does_not_synchronise_on_a_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """No wait inside a step (waiting for an earlier step's results is not counted)."""
+        if not torch.cuda.is_available():
+            pytest.skip("needs an NVIDIA GPU")
+        driver = self.driver(monkeypatch, device="cuda")
+        self.tokens(driver, self.requests())
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            self.assert_lengths(self.tokens(driver, self.requests()))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
     def test_requests_that_want_none_have_none(self, monkeypatch: pytest.MonkeyPatch) -> None:
         driver = self.driver(monkeypatch)
         self.tokens(driver, [(R(8), self.params(num_draft_tokens=0))])
