@@ -48,6 +48,12 @@ class VisionConfig:
     def head_dim(self) -> int:
         return self.hidden_size // self.num_heads
 
+    @property
+    def inner_size(self) -> int:
+        """The MLP's size in memory: where lines of `intermediate_size` would not begin at multiples of 16 bytes, which makes products slow,
+        they are filled up with zeros."""
+        return self.intermediate_size if self.intermediate_size % 8 == 0 else -(-self.intermediate_size // 64) * 64
+
 
 @dataclass(frozen=True)
 class QwenVLConfig:

@@ -62,7 +62,7 @@ class VisionBlock(nn.Module):
 
     def __init__(self, ctx: BuildContext, config: VisionConfig) -> None:
         super().__init__()
-        size, inner = config.hidden_size, config.intermediate_size
+        size, inner = config.hidden_size, config.inner_size
         self.attention_norm = RMSNorm(ctx, size, EPS) if config.gated else LayerNorm(ctx, size, EPS)
         self.attention = VisionAttention(ctx, config)
         self.mlp_norm = RMSNorm(ctx, size, EPS) if config.gated else LayerNorm(ctx, size, EPS)

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
+
+from torch.nn.functional import pad
 
 from modelrunner.model_states.common.decoder_weights import HEAD_NORMS, Targets, ignored_names, layer_targets, outer_targets
 from modelrunner.model_states.common.encoder_weights import linear_targets, norm_targets
@@ -54,7 +57,7 @@ def vision_targets(config: VisionConfig) -> Targets:
     for block in range(config.depth):
         source, target = f"visual.blocks.{block}", f"vision.blocks.{block}"
         for name, (path, part) in {**ATTENTION, **(GATED if config.gated else UNGATED)}.items():
-            names.update(linear_targets(f"{source}.{name}", f"{target}.{path}", part))
+            names.update(filled_up(config, path, linear_targets(f"{source}.{name}", f"{target}.{path}", part)))
         for name, path in (("norm1", "attention_norm"), ("norm2", "mlp_norm")):
             names.update(norm_targets(f"{source}.{name}", f"{target}.{path}", bias=not config.gated))
     mergers = {"visual.merger": "vision.merger"}
@@ -66,3 +69,15 @@ def vision_targets(config: VisionConfig) -> Targets:
             else:
                 names.update(linear_targets(f"{source}.{name}", f"{target}.{path}"))
     return names
+
+
+def filled_up(config: VisionConfig, path: str, targets: Targets) -> Targets:
+    """`targets` of a product of the MLP, with zeros where it is larger in memory than in the checkpoint."""
+    missing = config.inner_size - config.intermediate_size
+    if not missing or not path.startswith("mlp."):
+        return targets
+    sides = {"mlp.down": {"weight": (0, missing)}}.get(path, {"weight": (0, 0, 0, missing), "bias": (0, missing)})
+    return {
+        name: tuple(replace(target, transform=partial(pad, pad=sides[target.kind])) if target.kind in sides else target for target in many)
+        for name, many in targets.items()
+    }

@@ -2,6 +2,7 @@
 
     python3 -P tests/gpu/bench_qwen_vl.py            # Qwen2.5-VL-3B's configuration, dummy weights in bfloat16, on the GPU
     python3 -P tests/gpu/bench_qwen_vl.py --dry      # the same, tiny, on the CPU
+    python3 -P tests/gpu/bench_qwen_vl.py --decoding --share 0.3
 
 1. 64 requests with one image of 1024 x 1024 pixels each, 128 tokens out: processing (threads of the host, before the engine) and the run
    are timed apart. Then the same requests again, with the images in the arena, and without (`reset_media_cache`).
@@ -79,7 +80,7 @@ def tiny(config: dict[str, Any]) -> dict[str, Any]:
 class Bench:
     """An engine on the configuration, and the sizes of the work."""
 
-    def __init__(self, dry: bool) -> None:
+    def __init__(self, dry: bool, share: float) -> None:
         self.dry = dry
         self.requests, self.side, self.out = (4, 112, 8) if dry else (64, 1024, 128)
         self.decoding, self.arriving, self.long = (3, 2, 40) if dry else (32, 24, 500)
@@ -93,6 +94,7 @@ class Bench:
             "scheduler.max_rows": 64,
             "cache.prefix_caching": False,
             "media.arena_tokens": self.requests * tokens,
+            "media.encoder_share": share,
         } | ({"cache.num_pages": 2000} if dry else {})
         begun = time.monotonic()
         self.engine = Engine(settings)
@@ -201,19 +203,23 @@ def say(what: str, **figures: float) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dry", action="store_true", help="tiny, on the CPU")
-    bench = Bench(parser.parse_args().dry)
-    prompts = bench.images(bench.requests)
+    parser.add_argument("--share", type=float, default=1.0, help="setting media.encoder_share")
+    parser.add_argument("--decoding", action="store_true", help="the second part alone")
+    asked = parser.parse_args()
+    bench = Bench(asked.dry, asked.share)
+    prompts = bench.images(bench.arriving if asked.decoding else bench.requests)
     bench.timed("warm-up, 4 requests", prompts[:4])
     bench.engine.reset_media_cache()
     for count in (1, 3, 8):
         bench.encoder_alone(prompts[:count])
     if not bench.dry:
         torch.cuda.set_sync_debug_mode("error")
-    bench.timed("images, encoded", prompts)
-    bench.timed("images, found in the arena", prompts)
-    bench.engine.reset_media_cache()
-    bench.timed("images, encoded again", prompts)
-    bench.engine.reset_media_cache()
+    if not asked.decoding:
+        bench.timed("images, encoded", prompts)
+        bench.timed("images, found in the arena", prompts)
+        bench.engine.reset_media_cache()
+        bench.timed("images, encoded again", prompts)
+        bench.engine.reset_media_cache()
     some = prompts[: bench.arriving]
     texts = [[100 + n % 500 for n in range(len(each.token_ids))] for each in some]
     for _ in range(2):

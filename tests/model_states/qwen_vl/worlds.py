@@ -28,7 +28,14 @@ VISION = {"depth": 4, "hidden_size": 32, "num_heads": 2, "intermediate_size": 40
 OLDER = {
     "model_type": "qwen2_5_vl",
     "text_config": {**TEXT, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}},
-    "vision_config": {**VISION, "out_hidden_size": 32, "window_size": 16, "fullatt_block_indexes": [1, 3], "tokens_per_second": 2},
+    "vision_config": {
+        **VISION,
+        "intermediate_size": 42,
+        "out_hidden_size": 32,
+        "window_size": 16,
+        "fullatt_block_indexes": [1, 3],
+        "tokens_per_second": 2,
+    },
     "tie_word_embeddings": False,
     **TOKENS,
 }
