@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from modelrunner.attention import AttentionBackend
-from modelrunner.batch import EDITED, Feature, Plan, as_built
+from modelrunner.batch import EDITED, MASKED, Feature, Plan, as_built
 from modelrunner.device import Device
 from modelrunner.model_state import ModelState, Needs, No
 from modelrunner.step_buffers import Buckets, Shape
@@ -28,8 +28,8 @@ KINDS = (Feature.GREEDY, Feature.PLAIN)  # tails of decode steps captured at sta
 CAPTURED = Feature.PLAIN | Feature.FILTERED | EDITED | Feature.LOGPROBS | Feature.MEDIA
 # Tails whose kernels are built at start-up: all that rows of built-in features may ask for.
 _DRAWS = (Feature.GREEDY, Feature.PLAIN, Feature.PLAIN | Feature.FILTERED)
-_EDITS = (Feature.GREEDY, Feature.ALLOWED, EDITED, Feature.LOGPROBS, EDITED | Feature.LOGPROBS)
-BUILT = tuple(draw | edits for draw in _DRAWS for edits in _EDITS)
+_EDITS = (Feature.GREEDY, MASKED, EDITED)
+BUILT = tuple(draw | edits | told for draw in _DRAWS for edits in _EDITS for told in (Feature.GREEDY, Feature.LOGPROBS))
 
 
 class Key(NamedTuple):
@@ -182,8 +182,8 @@ class StepGraphs:
         steps = [Key("step", rows, features, k, k) for rows in reversed(self._rows) for k in choices for features in KINDS]
         if self._drafts is not None and self._drafts.captured:
             pairs = dict.fromkeys([(0, choices[0]), *((k, k) for k in choices)])
-            sizes = [(tokens, kind) for tokens in reversed(self._tokens) for kind in self._bodies]
-            bodies += [Key("draft", tokens, kind, k, after) for tokens, kind in sizes for k, after in pairs]
+            for tokens in reversed(self._tokens):
+                bodies += [Key("draft", tokens, kind, k, after) for kind in self._bodies for k, after in pairs]
         return bodies + steps
 
     def run(self, key: Key) -> None:

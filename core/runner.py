@@ -99,7 +99,8 @@ class Runner:
         """Run steps of a dead row, one of each kind of tail, so that what cannot run fails at start-up and not at the first request."""
         plan = self._blank_plan()
         self.state.fill_dummy(self.buffers.batch(plan, self.buckets.shape(plan), self.parts.table.columns))
-        tails = (Feature.GREEDY, Feature.PLAIN, Feature.PLAIN | Feature.FILTERED, EDITED | Feature.LOGPROBS, self.parts.sampler.processed)
+        sampler = self.parts.sampler
+        tails = (Feature.GREEDY, Feature.PLAIN, Feature.PLAIN | Feature.FILTERED, EDITED | Feature.LOGPROBS, sampler.processed)
         kinds = [replace(plan, features=features) for features in dict.fromkeys(tails)]
         if self.most_drafts:
             kinds += [blank_plans.drafting(kind, self.parts.layouts, self.most_drafts) for kind in kinds]
@@ -109,7 +110,7 @@ class Runner:
         if self.media is not None:
             plans += tuple(replace(each, features=each.features | Feature.MEDIA) for each in prompts)
             kinds.append(replace(plan, features=Feature.MEDIA))
-        self._build([partial(self._first, each) for each in plans])
+        self._build([*(partial(self._first, each) for each in plans), *sampler.loading()])
         self._rewind()
         self.warming_up = True
         for kind in kinds:
@@ -458,6 +459,7 @@ class Runner:
         tokens, num_tokens, ok = self.parts.sampler.sample(logits, lines, note, draft_probs)
         if wanted:
             self.logprobs.send(tokens.numel(), self.counter)
+        ends = self.parts.sampler.ends(batch, tokens, num_tokens, ok)
         self.ops.finish_step(
             self.ring,
             self.counter,
@@ -476,6 +478,7 @@ class Runner:
             columns["num_accepted"],
             columns["stop_ids"],
             columns["stop_ids.seats"],
+            ends,
             num_drafted=num_drafted,
         )
 

@@ -4,6 +4,7 @@ times what the drafter's paper says."""
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from modelrunner.errors import CheckpointError
 from modelrunner.testing import EngineProbe, P, R, assert_same
 from tests.model_states.drafters import heads
 from tests.model_states.drafters.engines import KINDS, Watch, head, start, subject
+from tests.model_states.drafters.papers import continued
 
 GREEDY = SamplingParams(temperature=0, max_tokens=18, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=0.7, top_p=0.9, seed=7, max_tokens=18, ignore_eos=True)
@@ -139,3 +141,37 @@ def test_any_schedule(seed: int) -> None:
     probe.assert_clean()
     watch.check_inputs()
     assert watch.check_proposals(kind, loud) > 50
+
+
+@pytest.mark.parametrize("change", ["depth 3", "graphs", "prefix cache", "all"])
+def test_a_draft_model_that_sees_a_window_has_pages_of_its_own(change: str, tmp_path: Path) -> None:
+    """No group of the target sees as much, so there is none in whose pages it could lie; what lies behind the window is given back."""
+    from transformers import MistralConfig, MistralForCausalLM
+
+    config = heads.TARGET | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 24}
+    folder = heads.write(tmp_path / "window", config, heads.draft_model_tensors())
+    small = MistralForCausalLM(MistralConfig(**{name: value for name, value in config.items() if name != "architectures"}))
+    small.load_state_dict(heads.draft_model_tensors())
+    short = {"pages": 200, "rows": 7, "prefix": False, "chunked": False, "depth": 2} | CHANGES[change]
+    preempt = short.pop("preempt", False)
+    driver = start("draft_model", folder, page_size=8, device="deferred_cpu", **short)
+    assert [layout.name for layout in driver.engine.assembly.layouts] == ["full", "draft.sliding"]
+    watch, probe = Watch.of(driver), EngineProbe(driver)
+    probe.poison_freed_pages()
+    for k, (prompt, params) in enumerate(REQUESTS):
+        driver.add(str(k), prompt, params)
+        driver.step()
+        if preempt and k == 5:
+            probe.drain()
+            probe.preempt(next(name for name in driver.engine.requests if probe.row_of(name) >= 0))
+    driver.finish()
+    for k, (prompt, params) in enumerate(REQUESTS):
+        assert_same(subject(), prompt, params, driver.result(str(k)))
+    probe.assert_clean()
+    watch.check_inputs()
+    for known, found in watch.proposals.items():
+        want = continued(small.float().eval(), known, len(found[0]))
+        for drafts in found:
+            places = zip(drafts, want, strict=True)
+            differ = next((lead for draft, (token, lead) in places if draft != token), 0.0)
+            assert differ < 1e-4, f"{drafts} after {known}; {want} is expected"
