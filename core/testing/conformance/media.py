@@ -315,7 +315,7 @@ class TakesMedia(StateCase):
             engine = self.lab.engine({"speculation.drafter": "ngram"}, device="deferred_cpu", tokens=tokens)
             self.media.assert_plain(self.media.run(engine))
             stats = engine.scheduler.stats
-            assert 0 < sum(stats.accepted_at) < sum(stats.drafted_at), "drafts of both kinds are needed: choose another max_tokens or text_ids"
+            assert 0 < sum(stats.accepted_at) < sum(stats.drafted_at), "drafts of both kinds are needed: change text_ids"
 
     def test_media_in_an_arena_for_one_item(self) -> None:
         """Requests wait for each other's items, and none for ever."""
