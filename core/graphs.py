@@ -182,8 +182,8 @@ class StepGraphs:
         steps = [Key("step", rows, features, k, k) for rows in reversed(self._rows) for k in choices for features in KINDS]
         if self._drafts is not None and self._drafts.captured:
             pairs = dict.fromkeys([(0, choices[0]), *((k, k) for k in choices)])
-            for tokens in reversed(self._tokens):
-                bodies += [Key("draft", tokens, kind, k, after) for kind in self._bodies for k, after in pairs]
+            shapes = [(tokens, kind) for tokens in reversed(self._tokens) for kind in self._bodies]
+            bodies += [Key("draft", tokens, kind, k, after) for tokens, kind in shapes for k, after in pairs]
         return bodies + steps
 
     def run(self, key: Key) -> None:
