@@ -82,7 +82,7 @@ class Runner:
         self.route: Route | None = None  # of the last launched step, while its rows are on the device
         self.warming_up = False
         self.max_tokens, self.max_model_len = max_tokens, max_model_len
-        drafts = None if parts.drafting is None else DraftKinds(parts.drafting.policy.choices, not parts.drafting.capture_problem)
+        drafts = None if parts.drafting is None else DraftKinds(parts.drafting.policy, max_tokens, not parts.drafting.capture_problem)
         self.graphs = StepGraphs(self.device, buckets, self._closure, no_graphs, CAPTURED | parts.sampler.captured, drafts)
         self.draft_groups = () if parts.drafting is None else parts.drafting.groups
         self.groups = [layout.name for layout in parts.layouts if layout.name not in self.draft_groups]
