@@ -91,17 +91,26 @@ class Admission:
         if request.id in self.entries:
             raise RequestError(f"request id {request.id!r} is in use by an unfinished request; choose another")
         self._refuse_misfit(request)
-        values = self._row_values(request)
-        seated = {name: values[name] for name in self.seats.capacity if values.get(name) is not None and np.size(values[name])}
+        plain, seated = self._split_values(request)
         if full := [name for name in seated if not self.seats.capacity[name]]:
             raise RequestError(f"request {request.id!r} needs a seat in {full}, of which the settings provide none")
-        plain = {name: value for name, value in values.items() if name not in self.seats.capacity}
         self._sequence += 1
         request.sequence = self._sequence
         request.status = Status.WAITING
         entry = self.entries[request.id] = Entry(request, plain, seated)
         self.forks.join(request)
         self._enqueue(entry, parked=request.guide is not None)
+
+    def _split_values(self, request: Request) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The request's values of plain columns, and of seated ones that it needs."""
+        values = self._row_values(request)
+        seated = {name: values[name] for name in self.seats.capacity if values.get(name) is not None and np.size(values[name])}
+        return {name: value for name, value in values.items() if name not in self.seats.capacity}, seated
+
+    def revalue(self, request: Request) -> None:
+        """Ask once more for the column values of a request without a row: something about it has changed. It needs no further seats."""
+        entry = self.entries[request.id]
+        entry.values, entry.seated = self._split_values(request)
 
     def _enqueue(self, entry: Entry, parked: bool) -> None:
         if parked:

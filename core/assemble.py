@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from modelrunner.attention import AttentionBackend, NoAttention
+from modelrunner.automaton_arena import AutomatonArena
 from modelrunner.cache_scales import CacheScales
 from modelrunner.cache_setup import CacheMaker, check_budget
 from modelrunner.caches import stored_type
@@ -102,15 +103,16 @@ def assemble(arguments: Mapping[str, Any], plugins: Sequence[object] = ()) -> As
     tap_points = needs.tap_points if isinstance(state.supports("taps"), Yes) else ()
     info = ModelInfo(card, settings, tap_points, needs.hidden_size, needs.vocab_size, max_model_len, dtype, device.torch_device)
     taps, needs = collect_taps(manager, info, state, needs)
+    guides = make_guides(choose, card, tokenizer, needs.vocab_size, ops, device)
     if setup is not None:
         needs = setup.join(needs)
         scales.by_group.update(CacheScales(setup.needs.cache_groups, cache_dtype, device.torch_device).by_group)
     own = settings.speculation
     typical = (own.typical_threshold, own.typical_factor) if own.acceptance == "typical" else None
-    sampler = Sampler(ops, default_stages(collect_processors(manager, info), Functions()), typical)
+    stages = default_stages(collect_processors(manager, info), Functions(), arena=guides.arena)
+    sampler = Sampler(ops, stages, typical)
     page_bytes, layouts = pages_of(needs, settings, dtype, {} if setup is None else setup.riders(needs))
     attending = {group.name: attention_backend(choose, group, device, scales) for layout in layouts for group in layout.groups}
-    guides = make_guides(choose, card, tokenizer, needs.vocab_size)
     maker = CacheMaker(device, ops, settings, layouts, page_bytes, dtype, cache_dtype, attending, max_model_len, scales)
     cache, memory = maker.make_first(), ""
     columns = [*core_columns(layouts, max_model_len), *sampler.columns(settings, needs.vocab_size), *needs.columns]
@@ -151,6 +153,7 @@ def assemble(arguments: Mapping[str, Any], plugins: Sequence[object] = ()) -> As
         components=choose.chosen,
         graphs=str(graphs),
         memory=memory,
+        automata="" if guides.arena is None else str(guides.arena),
     )
     observers = collect_objects(manager, "observer", settings=settings)
     parts_of = (manager, settings, resolved, card, tokenizer, device, needs, state, sampler, taps, guides)
@@ -320,7 +323,7 @@ def core_columns(layouts: Sequence[GroupLayout], max_model_len: int) -> list[Col
     return [Column("token_ids", torch.int32, width=max(2, max_model_len)), *scalars, *tables]
 
 
-def make_guides(choose: Chooser, card: ModelCard, tokenizer: Tokenizer | None, vocab_size: int) -> Guides:
+def make_guides(choose: Chooser, card: ModelCard, tokenizer: Tokenizer | None, vocab_size: int, ops: Ops, device: Device) -> Guides:
     """What serves structured output. The backend, and a tokenizer where the engine has none, are loaded when a request needs them."""
     settings = choose.settings
     choice = choose.later("grammar_backend", settings=settings)
@@ -331,7 +334,9 @@ def make_guides(choose: Chooser, card: ModelCard, tokenizer: Tokenizer | None, v
         made: GrammarBackend = choice.load()(vocabulary(text, merged_eos(card, text), vocab_size), settings)
         return made
 
-    return Guides(backend, choice if isinstance(choice, str) else "", settings.grammar, vocab_size)
+    problem, most = choice if isinstance(choice, str) else "", settings.grammar.automaton_memory << 20
+    arena = AutomatonArena(ops, device, vocab_size, most) if most and not problem else None
+    return Guides(backend, problem, settings.grammar, vocab_size, arena)
 
 
 def patch_capacity(settings: RunnerSettings, layouts: Sequence[GroupLayout], columns: Sequence[Column], masks: bool) -> int:

@@ -41,6 +41,7 @@ class Feature(IntFlag):
     KEPT_GOING = 16  # no stop id before min_tokens
     BANNED = 32  # bad words
     PENALISED = 64  # repetition, presence or frequency
+    AUTOMATON = 128  # structured output by an automaton on the device
     LOGPROBS = 1 << 32  # log-probs of the sampled token and of the likeliest ones
     ALL_LOGPROBS = 1 << 33  # of the whole vocabulary; goes with LOGPROBS
     PROMPT_LOGPROBS = 1 << 34  # the same at the positions of the prompt
@@ -48,13 +49,17 @@ class Feature(IntFlag):
 
 
 PROCESSOR_BIT = 1 << 40  # the first one stands for Python functions, each of the next for a logits processor
-EDITED = Feature.ALLOWED | Feature.BIASED | Feature.KEPT_GOING | Feature.BANNED | Feature.PENALISED  # logits change before the draw
+MASKED = Feature.ALLOWED | Feature.AUTOMATON  # logits of some ids are -inf
+REWRITTEN = Feature.BIASED | Feature.KEPT_GOING | Feature.BANNED | Feature.PENALISED  # logits become others
+EDITED = MASKED | REWRITTEN  # logits change before the draw
 
 
 def as_built(features: Feature) -> Feature:
     """What a tail with `features` is built for: every edit of logits, if one of them is asked for, as tails and kernels of each mixture
-    would be too many; but allow lists alone, those of structured output above all, which leave the logits in their own type."""
-    return features | EDITED if features & EDITED & ~Feature.ALLOWED else features
+    would be too many; but masks alone, those of structured output above all, which leave the logits in their own type."""
+    if features & REWRITTEN:
+        return features | EDITED
+    return features | MASKED if features & MASKED else features
 
 
 PROMPT = Feature.PROMPT_LOGPROBS | Feature.ALL_PROMPT_LOGPROBS  # what a row asks for until its prompt is computed

@@ -1,4 +1,7 @@
-"""Compiles grammars in threads of their own, so that a costly one holds up nobody but the requests that ask for it."""
+"""Compiles grammars in threads of their own, so that a costly one holds up nobody but the requests that ask for it.
+
+What becomes an automaton (see `automaton`) is done then; only what does not, or is wanted for matchers, is compiled by the backend.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,9 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from modelrunner.automaton import Automaton
 from modelrunner.errors import ModelRunnerError
-from modelrunner.grammar import Grammar, GrammarBackend
+from modelrunner.grammar import Grammar, GrammarBackend, Vocabulary
 from modelrunner.structured_outputs import StructuredOutputsParams
 
 MOST_LOST = 4  # threads, for each that the settings allow, which work on something that nobody waits for
@@ -17,14 +21,17 @@ MOST_LOST = 4  # threads, for each that the settings allow, which work on someth
 
 @dataclass(eq=False)
 class Job:
-    """One grammar to compile. `grammar` or `error` is there once `done`. stop_ids: of the backend's vocabulary. submitted: monotonic
-    seconds."""
+    """One grammar to compile. `automaton`, `grammar` or `error` is there once `done`. matchers: no automaton is wanted. reason: why there
+    is none, or why none is wanted. vocabulary: the backend's, None if there is no backend. submitted: monotonic seconds."""
 
     params: StructuredOutputsParams
+    matchers: bool
     submitted: float
+    automaton: Automaton | None = None
+    reason: str = ""
     grammar: Grammar | None = None
     error: str = ""
-    stop_ids: tuple[int, ...] = ()
+    vocabulary: Vocabulary | None = None
     done: bool = False
     running: bool = False
     given_up: bool = False
@@ -34,30 +41,38 @@ class Compiler:
     """Threads, and the newest grammars. `submit`, `give_up` and `wait` are for the loop's thread alone.
 
     backend: makes the backend, once, in one of the threads; what it raises fails every job. threads: that compile at once. kept: compiled
-    grammars that are remembered.
+    grammars that are remembered. max_states: of an automaton; 0 for no automata.
     """
 
     def __init__(
-        self, backend: Callable[[], GrammarBackend], *, threads: int, kept: int, clock: Callable[[], float] = time.monotonic
+        self,
+        backend: Callable[[], GrammarBackend],
+        *,
+        threads: int,
+        kept: int,
+        max_states: int = 0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._make_backend = backend
         self._backend: GrammarBackend | None = None
         self._making = threading.Lock()
         self._threads, self._kept, self._clock = threads, kept, clock
-        self._jobs: OrderedDict[StructuredOutputsParams, Job] = OrderedDict()
+        self._max_states = max_states
+        self._jobs: OrderedDict[tuple[StructuredOutputsParams, bool], Job] = OrderedDict()
         self._queue: deque[Job] = deque()
         self._changed = threading.Condition()
         self._active = self._lost = 0
         self._ready_at: float | None = None  # when the backend was made
 
-    def submit(self, params: StructuredOutputsParams) -> Job:
-        """The job of `params`: an old one if it is remembered. A failed one is tried again."""
-        job = self._jobs.get(params)
+    def submit(self, params: StructuredOutputsParams, matchers: bool = False) -> Job:
+        """The job of `params`: an old one if it is remembered. A failed one is tried again. matchers: an automaton will not do."""
+        wanted = params, matchers or not self._max_states
+        job = self._jobs.get(wanted)
         if job is not None and not job.error and not job.given_up:
-            self._jobs.move_to_end(params)
+            self._jobs.move_to_end(wanted)
             return job
-        job = self._jobs[params] = Job(params, self._clock())
-        self._jobs.move_to_end(params)
+        job = self._jobs[wanted] = Job(*wanted, self._clock())
+        self._jobs.move_to_end(wanted)
         done = [key for key, each in self._jobs.items() if each.done]
         for key in done[: max(len(self._jobs) - self._kept, 0)]:
             del self._jobs[key]
@@ -110,23 +125,40 @@ class Compiler:
                 if job is None:
                     self._active -= 1
                     return
-            grammar, error = self._compiled(job.params)
+            if not job.matchers:
+                job.automaton, job.reason = self._automaton(job.params)
+            grammar, error = (None, "") if job.automaton is not None else self._compiled(job.params)
             with self._changed:
                 job.grammar, job.error, job.done = grammar, error, True
-                job.stop_ids = self._backend.vocabulary.stop_ids if self._backend is not None else ()
+                job.vocabulary = self._backend.vocabulary if self._backend is not None else None
                 self._changed.notify_all()
                 if job.given_up:
                     self._lost -= 1
                     self._start()
                     return
 
+    def _made_backend(self) -> GrammarBackend:
+        with self._making:
+            if self._backend is None:
+                self._backend = self._make_backend()
+                self._ready_at = self._clock()
+        return self._backend
+
+    def _automaton(self, params: StructuredOutputsParams) -> tuple[Automaton | None, str]:
+        """The automaton, or why there is none. What is wrong with the grammar is for `compile` to say."""
+        try:
+            backend = self._made_backend()
+            automaton = backend.automaton(params, self._max_states)
+            if automaton.num_states > self._max_states:
+                return None, f"it takes more than {self._max_states} states"
+            _ = backend.vocabulary.packed  # made here, once, and not in the loop
+            return automaton, ""
+        except Exception as error:
+            return None, str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+
     def _compiled(self, params: StructuredOutputsParams) -> tuple[Grammar | None, str]:
         try:
-            with self._making:
-                if self._backend is None:
-                    self._backend = self._make_backend()
-                    self._ready_at = self._clock()
-            return self._backend.compile(params), ""
+            return self._made_backend().compile(params), ""
         except (ValueError, ModelRunnerError) as error:
             text = str(error) or type(error).__name__
         except Exception as error:  # whatever a library raises is this request's failure, and nobody else's

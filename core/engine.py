@@ -111,7 +111,8 @@ class Engine:
 
     def _admit(self, row: int, request: Request, resumed: bool) -> Mapping[str, Any]:
         state = self.assembly.state
-        return state.resume_row(row, request) if resumed else state.add_row(row, request)
+        values = state.resume_row(row, request) if resumed else state.add_row(row, request)
+        return {**values, **self.guides.row_values(request)}
 
     def _removed(self, row: int, request: Request) -> None:
         state = self.assembly.state

@@ -121,6 +121,7 @@ class EngineLoop:
             weights_problem=self._changes.weights_problem,
             loaded_tensors=self._changes.loaded,
             held=counts.held,
+            grammar_ways=dict(self.engine.guides.ways),
             drafted_at=counts.drafted_at,
             accepted_at=counts.accepted_at,
         )

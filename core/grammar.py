@@ -18,6 +18,7 @@ import numpy.typing as npt
 from modelrunner.errors import RequestError
 
 if TYPE_CHECKING:
+    from modelrunner.automaton import Automaton
     from modelrunner.settings import RunnerSettings
     from modelrunner.structured_outputs import StructuredOutputsParams
     from modelrunner.text import Tokenizer
@@ -41,6 +42,30 @@ class Vocabulary:
     def words(self) -> int:
         """Words of a mask."""
         return -(-len(self.tokens) // BITS)
+
+    @cached_property
+    def packed(self) -> PackedTokens:
+        """The same as arrays."""
+        stops = set(self.stop_ids)
+        texts = [b"" if item in stops else text for item, text in enumerate(self.tokens)]
+        lengths = np.fromiter(map(len, texts), np.int32, len(texts))
+        start = np.zeros(len(texts) + 1, np.int32)
+        np.cumsum(lengths, out=start[1:])
+        bits = np.zeros(max(2, self.words) * BITS, np.uint8)
+        bits[list(stops)] = 1
+        stop_mask = np.packbits(bits, bitorder="little").view(np.int32)
+        return PackedTokens(start, np.frombuffer(b"".join(texts), np.uint8), stop_mask, int(lengths.max(initial=0)))
+
+
+@dataclass(frozen=True, eq=False)
+class PackedTokens:
+    """start: [V + 1] int32, where each token's bytes begin in `text` uint8; stop ids have none. stops: [words] int32 mask of stop ids.
+    longest: bytes of the longest token."""
+
+    start: Mask
+    text: npt.NDArray[np.uint8]
+    stops: Mask
+    longest: int
 
 
 class Matcher(ABC):
@@ -79,6 +104,15 @@ class GrammarBackend(ABC):
 
         Raises ValueError, whose text is told to the user, for what it does not understand or cannot do.
         """
+
+    def automaton(self, params: StructuredOutputsParams, max_states: int) -> Automaton:
+        """The language of `params` as an automaton, which allows what `compile`'s matchers allow; then the device does without them. Runs
+        as `compile` does, and before it. `modelrunner.automaton` helps.
+
+        Raises ValueError, whose text is told as the reason, if the language is not regular, if it takes more states, or if the backend
+        makes no automata: `compile` is asked then.
+        """
+        raise ValueError("the grammar backend makes no automata")
 
 
 def vocabulary(tokenizer: Tokenizer, stop_ids: Sequence[int], vocab_size: int) -> Vocabulary:

@@ -1,27 +1,31 @@
 """Requests with structured output: their grammars, their matchers, and the masks that the sampler applies.
 
-The idea: a request's next mask depends on its last token, which the host knows one step later. So such a row is **held**, left out of
-plans, from the step that samples its token until that token was collected and its next mask is there; all other rows go on. Its mask lies
+There are two ways. A grammar that is a small **automaton** is loaded onto the device (see `automaton_arena`), which then finds a row's
+masks by itself: such a row is like any other, and the host does nothing for it. All else has a **guide**. A request's way is settled when
+its grammar is compiled, which happens in other threads (see `compiling`); then it gets its row.
+
+The idea of guides: a request's next mask depends on its last token, which the host knows one step later. So such a row is **held**, left
+out of plans, from the step that samples its token until that was collected and its next mask is there; all other rows go on. Its mask lies
 in the seat of an allow list, and travels with the patch of the plan that samples with it. Masks are filled after the next step was
 launched, while the device works. What takes too long then stays held for another step: nobody waits for it.
-
-A request gets its row when its grammar is compiled, which happens in other threads (see `compiling`).
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from modelrunner.batch import Int32Array
+from modelrunner.automaton_arena import AutomatonArena
+from modelrunner.batch import Feature, Int32Array
 from modelrunner.compiling import Compiler, Job
 from modelrunner.errors import RequestError
 from modelrunner.grammar import BITS, GrammarBackend, Mask, Matcher
 from modelrunner.sampler.allowed import bitmask
+from modelrunner.sampler.automata import STATE
 
 if TYPE_CHECKING:
     from modelrunner.request import Request
@@ -30,6 +34,8 @@ if TYPE_CHECKING:
     from modelrunner.step_books import Committed
 
 COLUMN = "allowed_ids"  # whose seats hold the masks
+MOST_WAYS = 64  # that are counted apart
+DEAD_END = "structured_outputs: no token of the vocabulary continues the output"
 NARROWING = ("allowed_token_ids", "bad_words", "min_tokens")  # parameters that take tokens away from a grammar
 
 
@@ -79,25 +85,19 @@ class Guide:
         if not (mask & ~self._stops).any():
             if mask.any():
                 return End(self._request, "stop")  # complete: only the end can follow
-            return End(self._request, "error", "structured_outputs: no token of the vocabulary continues the output")
+            return End(self._request, "error", DEAD_END)
         if self._allowed is not None:
             mask &= self._allowed
             if not mask.any():
-                return End(self._request, "error", self.contradiction())
+                return End(self._request, "error", contradiction(self._request, self.num_accepted))
         return None
-
-    def contradiction(self) -> str:
-        """Why there is no token that the grammar and the other parameters both allow."""
-        params = self._request.params
-        others = [name for name in NARROWING if getattr(params, name)]
-        names = " and ".join(["structured_outputs", *others])
-        return f"{names}: together they leave no token after {self.num_accepted} output tokens"
 
 
 class Guides:
     """All requests with structured output of an engine. Called by the loop, in its thread.
 
-    backend: makes the grammar backend. problem: why there is none, or empty. vocab_size: ids of the model's logits.
+    backend: makes the grammar backend. problem: why there is none, or empty. vocab_size: ids of the model's logits. arena: for automata, or
+    why there is none. ways: how many requests went which way: "device", or "host: " and why.
     """
 
     def __init__(
@@ -106,10 +106,13 @@ class Guides:
         problem: str,
         settings: GrammarSettings,
         vocab_size: int,
+        arena: AutomatonArena | None = None,
     ) -> None:
-        self.problem, self._settings = problem, settings
+        self.problem, self.arena, self._settings = problem, arena, settings
+        self.ways: Counter[str] = Counter()
         self._words = -(-vocab_size // BITS)
-        self._compiler = Compiler(backend, threads=settings.compile_threads, kept=settings.kept_grammars)
+        most = 0 if arena is None else min(settings.automaton_states, arena.num_states)
+        self._compiler = Compiler(backend, threads=settings.compile_threads, kept=settings.kept_grammars, max_states=most)
         self._compiling: dict[Request, Job] = {}
         self._late: deque[Request] = deque()  # have a new token and no mask for the next one
 
@@ -137,6 +140,8 @@ class Guides:
 
     def forget(self, request: Request) -> None:
         """The request has ended."""
+        if request.place is not None and self.arena is not None:
+            self.arena.release(request.place)
         if request.guide is None:
             return
         request.guide.matcher = None
@@ -150,15 +155,24 @@ class Guides:
         return len(self._compiling)
 
     def wait(self, seconds: float) -> None:
-        """Until a grammar is compiled, at most so long."""
-        self._compiler.wait(seconds)
+        """Until a grammar is compiled, at most so long; not at all while one is loaded."""
+        if self.arena is None or not self.arena.busy:
+            self._compiler.wait(seconds)
 
     def poll(self, now: float, scheduler: Scheduler) -> list[End]:
-        """Let requests go on whose grammar is compiled. Returns those that end instead. now: monotonic seconds."""
+        """Let requests go on whose grammar is compiled, and loaded if it is an automaton. Returns those that end instead. now: monotonic
+        seconds."""
         ends = []
+        if self.arena is not None:
+            self.arena.advance()
         for request, job in list(self._compiling.items()):
             if not job.done and self._compiler.age(job, now) <= self._settings.compile_limit:
                 continue
+            if job.done and job.automaton is not None:
+                self._take_place(request, job, scheduler)
+                continue
+            if job.grammar is not None:
+                self._count(request, f"host: {job.reason or 'grammar.automaton_memory is 0'}")
             end = self._begin(request, job)
             if end is None:
                 scheduler.ready(request)
@@ -168,6 +182,44 @@ class Guides:
             if not job.done:
                 self._compiler.give_up(job)
         return ends
+
+    def _take_place(self, request: Request, job: Job, scheduler: Scheduler) -> None:
+        """Give the request the way of automata once its own is loaded; or have its grammar compiled for matchers after all."""
+        assert self.arena is not None
+        assert job.automaton is not None
+        assert job.vocabulary is not None
+        if request.place is None:
+            place = self.arena.place(job.params, job.automaton, job.vocabulary)
+            if isinstance(place, str):
+                self._with_matcher(request, place)
+                return
+            request.place = place
+        if request.place.problem:
+            self.arena.release(request.place)
+            problem, request.place = request.place.problem, None
+            self._with_matcher(request, problem)
+        elif request.place.ready:
+            self._compiling.pop(request)
+            request.guide = None
+            request.features |= int(Feature.AUTOMATON)
+            if request.params.allowed_token_ids is None:
+                request.features &= ~int(Feature.ALLOWED)
+            self._count(request, "device")
+            scheduler.revalue(request)
+            scheduler.ready(request)
+
+    def _with_matcher(self, request: Request, reason: str) -> None:
+        assert request.params.structured_outputs is not None
+        job = self._compiling[request] = self._compiler.submit(request.params.structured_outputs, matchers=True)
+        job.reason = reason
+
+    def _count(self, request: Request, way: str) -> None:
+        request.grammar_way = way
+        self.ways[way if way in self.ways or len(self.ways) < MOST_WAYS else "host: for other reasons"] += 1
+
+    def row_values(self, request: Request) -> dict[str, int]:
+        """Column values of a row that is given to the request."""
+        return {} if request.place is None else {STATE: request.place.line_after(request.output_token_ids)}
 
     def _begin(self, request: Request, job: Job) -> End | None:
         assert request.guide is not None
@@ -180,7 +232,8 @@ class Guides:
         if job.grammar is None:
             return End(request, "error", job.error)
         try:
-            return request.guide.begin(job.grammar.matcher(), bitmask(job.stop_ids, self._words))
+            assert job.vocabulary is not None
+            return request.guide.begin(job.grammar.matcher(), bitmask(job.vocabulary.stop_ids, self._words))
         except Exception as error:
             return End(request, "error", failed(error))
 
@@ -189,6 +242,8 @@ class Guides:
         for request in committed.finished:
             if request.guide is not None:
                 self._judge(request)
+            elif request.place is not None and request.finish_reason == "error" and request.stop_reason is None:
+                self._explain(request)
         if scheduler.num_guided:
             self._late.extend(scheduler.guided(committed.rows))
 
@@ -197,11 +252,19 @@ class Guides:
         guide = request.guide
         assert guide is not None
         if request.finish_reason == "error" and request.stop_reason is None:
-            request.stop_reason = guide.contradiction()
+            request.stop_reason = contradiction(request, guide.num_accepted)
         elif request.finish_reason == "length":
             end = self._advance(request, np.array(request.output_token_ids[guide.num_accepted :], np.int32))
             if end is not None and end.reason == "stop":
                 request.finish_reason = "stop"
+
+    def _explain(self, request: Request) -> None:
+        """Why a request with an automaton found no token."""
+        assert request.place is not None
+        if any(getattr(request.params, name) for name in NARROWING):
+            request.stop_reason = contradiction(request, len(request.output_token_ids))
+        elif not request.place.goes_on(request.output_token_ids):
+            request.stop_reason = DEAD_END
 
     def fill(self, scheduler: Scheduler, seconds: float | None) -> list[End]:
         """Make the masks that are missing, until `seconds` have passed (None: all), at least one. Returns requests that end by their
@@ -233,3 +296,10 @@ class Guides:
 def failed(error: Exception) -> str:
     """The stop reason of a request whose matcher raised."""
     return f"structured_outputs: the grammar backend failed: {type(error).__name__}: {error}"
+
+
+def contradiction(request: Request, num_tokens: int) -> str:
+    """Why there is no token that the grammar and the other parameters both allow, after so many output tokens."""
+    others = [name for name in NARROWING if getattr(request.params, name)]
+    names = " and ".join(["structured_outputs", *others])
+    return f"{names}: together they leave no token after {num_tokens} output tokens"

@@ -138,6 +138,8 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     running: requests with a row. waiting: without one. pages_used, pages_total: of the cache; pages that only the prefix cache keeps are
     not used. turns: of the process's loop. steps: committed. finished: requests by finish reason. Tokens and held rows are counted as in
     `scheduler.Stats`. sleeping: the cache's memory is given up, and requests wait. weight_version: of the weights in use.
+    weights_problem: why they cannot be used, so that requests wait; empty when they can. loaded_tensors: of all updates. grammar_ways:
+    requests with structured output by the way that they took: "device", or "host: " and the reason.
     weights_problem: why they cannot be used, so that requests wait; empty when they can. loaded_tensors: of all updates.
     drafted_at, accepted_at: drafts checked and kept, by place among those of a request in a step.
     """
@@ -159,6 +161,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     weights_problem: str = ""
     loaded_tensors: int = 0
     held: int = 0
+    grammar_ways: dict[str, int] = {}
     drafted_at: list[int] = []
     accepted_at: list[int] = []
 

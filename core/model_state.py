@@ -348,7 +348,7 @@ class ModelState(ABC):
 
     @abstractmethod
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """D R. [n, H] -> [n, V], in the model's dtype."""
+        """D R. [n, H] -> [n, V], in the model's dtype: a tensor made or written anew each time, since masks are written into it."""
 
     def outputs(self, batch: Batch) -> Mapping[str, torch.Tensor]:
         """D, after `forward`, in steps in which a request asks by `extra_args={"model_outputs": True}`: what the model gives beside tokens.

@@ -65,6 +65,7 @@ class RequestFinish(NamedTuple):
     """A request ended. reason: `stop`, `length`, `abort`, `timeout` or `error`. Times are `time.monotonic()` seconds.
 
     first_token: when its first output token was committed, None if it has none. num_cached_tokens: of the prompt, found in the cache.
+    grammar_way: of a request with structured output whose grammar was compiled: "device", or "host: " and why.
     num_drafted, num_accepted: drafts that steps checked and kept.
     """
 
@@ -77,6 +78,7 @@ class RequestFinish(NamedTuple):
     num_output_tokens: int
     num_cached_tokens: int
     num_preemptions: int
+    grammar_way: str | None = None
     num_drafted: int = 0
     num_accepted: int = 0
 

@@ -15,6 +15,7 @@ from modelrunner.logprobs import Logprob, RequestLogprobs
 from modelrunner.sampling_params import INT32_MAX, OutputKind, SamplingParams, as_float, as_int, default_params, shown
 
 if TYPE_CHECKING:
+    from modelrunner.automaton_arena import Place
     from modelrunner.checkpoint import ModelCard
     from modelrunner.guides import Guide
     from modelrunner.text import Tokenizer
@@ -107,7 +108,8 @@ class Request:
     token_ids: prompt, then committed output (output is appended when the row is released; while running it lives in the token log).
     limit: tokens (prompt + output) at which it ends. seed: 64-bit, always set. features: bits of batch.Feature. tap_values: column values
     that taps gave. cache_world: what its cached pages depend on beside tokens, weights and salt. results: a byte record [bytes] uint8 of
-    taps per output token. bad_word_ids: every tokenisation of `params.bad_words`. guide: of a request with structured output.
+    taps per output token. bad_word_ids: every tokenisation of `params.bad_words`. guide, place: of a request with structured output, one
+    or the other from when its grammar is compiled. grammar_way: which, and why (see `guides`).
     logprobs: None if it asks for none. failure: what a function of `params.logits_processors` did wrong. choice: which of several answers
     to its prompt. fork: names the requests that share this prompt, of which one computes it. draft_values: column values that the drafter
     gave. num_draft: most drafts that a step checks for it. num_drafted, num_accepted: drafts checked and kept, known when its row is
@@ -141,6 +143,8 @@ class Request:
     results: list[npt.NDArray[np.uint8]] = field(default_factory=list)
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     guide: Guide | None = None
+    place: Place | None = None
+    grammar_way: str | None = None
     logprobs: RequestLogprobs | None = None
     failure: str | None = None
     choice: int = 0

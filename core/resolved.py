@@ -12,7 +12,7 @@ class Resolved:
 
     components: hook -> what was chosen, e.g. "dense (modelrunner:dense)". num_pages: usable pages. page_bytes: bytes of a page.
     tokens_per_page: by cache group. max_model_len: tokens. graphs: what was captured, or why nothing was. memory: what takes how much of
-    the device's, where the cache's size was measured.
+    the device's, where the cache's size was measured. automata: room for structured output on the device; empty for none.
     """
 
     model: str
@@ -25,6 +25,7 @@ class Resolved:
     components: Mapping[str, str] = field(default_factory=dict)
     graphs: str = ""
     memory: str = ""
+    automata: str = ""
 
     def __str__(self) -> str:
         groups = ", ".join(f"{name}: {tokens} tokens" for name, tokens in self.tokens_per_page.items())
@@ -35,6 +36,7 @@ class Resolved:
             f"a page holds     {groups or 'nothing'}",
             f"graphs           {self.graphs}",
             *([f"memory           {self.memory}"] if self.memory else []),
+            *([f"automata         {self.automata}"] if self.automata else []),
             *(f"{hook:<16} {chosen}" for hook, chosen in self.components.items()),
         ]
         return "\n".join(lines)

@@ -82,7 +82,7 @@ class Runner:
         self.route: Route | None = None  # of the last launched step, while its rows are on the device
         self.warming_up = False
         self.max_tokens, self.max_model_len = max_tokens, max_model_len
-        drafts = None if parts.drafting is None else DraftKinds(parts.drafting.policy.choices, not parts.drafting.capture_problem)
+        drafts = None if parts.drafting is None else DraftKinds(parts.drafting.policy, max_tokens, not parts.drafting.capture_problem)
         self.graphs = StepGraphs(self.device, buckets, self._closure, no_graphs, CAPTURED | parts.sampler.captured, drafts)
         self.draft_groups = () if parts.drafting is None else parts.drafting.groups
         self.groups = [layout.name for layout in parts.layouts if layout.name not in self.draft_groups]
@@ -96,14 +96,15 @@ class Runner:
         """Run steps of a dead row, one of each kind of tail, so that what cannot run fails at start-up and not at the first request."""
         plan = self._blank_plan()
         self.state.fill_dummy(self.buffers.batch(plan, self.buckets.shape(plan), self.parts.table.columns))
-        tails = (Feature.GREEDY, Feature.PLAIN, Feature.PLAIN | Feature.FILTERED, EDITED | Feature.LOGPROBS, self.parts.sampler.processed)
+        sampler = self.parts.sampler
+        tails = (Feature.GREEDY, Feature.PLAIN, Feature.PLAIN | Feature.FILTERED, EDITED | Feature.LOGPROBS, sampler.processed)
         kinds = [replace(plan, features=features) for features in dict.fromkeys(tails)]
         if self.most_drafts:
             kinds += [blank_plans.drafting(kind, self.parts.layouts, self.most_drafts) for kind in kinds]
         longest = self.longest_prompt
         prompts = [blank_plans.prompt(plan, self.parts.layouts, n) for n in sorted({min(FIRST_PROMPT, longest), longest})]
         plans = (*kinds, replace(plan, features=Feature.LOGPROBS), *prompts, self._large_plan(self.max_tokens))
-        self._build([partial(self._first, each) for each in plans])
+        self._build([*(partial(self._first, each) for each in plans), *sampler.loading()])
         self._rewind()
         self.warming_up = True
         for kind in kinds:
@@ -443,6 +444,7 @@ class Runner:
         tokens, num_tokens, ok = self.parts.sampler.sample(logits, lines, note, draft_probs)
         if wanted:
             self.logprobs.send(tokens.numel(), self.counter)
+        ends = self.parts.sampler.ends(batch, tokens, num_tokens, ok)
         self.ops.finish_step(
             self.ring,
             self.counter,
@@ -461,6 +463,7 @@ class Runner:
             columns["num_accepted"],
             columns["stop_ids"],
             columns["stop_ids.seats"],
+            ends,
             num_drafted=num_drafted,
         )
 

@@ -158,6 +158,10 @@ class Scheduler:
         else:
             self.admission.unpark(request)
 
+    def revalue(self, request: Request) -> None:
+        """See `Admission.revalue`."""
+        self.admission.revalue(request)
+
     def request_at(self, row: int) -> Request | None:
         """The request that holds `row`."""
         entry = self.admission.holders[row]

@@ -237,6 +237,13 @@ class GrammarSettings(Section):
     fill_seconds: float = Field(default=0.005, gt=0)
     """Seconds for which a turn of the loop makes masks while a step runs; requests whose masks are not made then wait for a later step."""
 
+    automaton_memory: int = Field(default=128, ge=0, le=65536)
+    """MiB of device memory for grammars that are small automata, whose rows the host need not follow; 0 follows all rows on the host. A
+    state takes a bit for each id of the vocabulary and 514 bytes."""
+
+    automaton_states: int = Field(default=2048, ge=1, le=32767)
+    """Most states of one such automaton; a grammar that takes more is followed on the host."""
+
 
 class SpeculationSettings(Section):
     """Speculative decoding: a drafter proposes tokens, the model checks several at once."""

@@ -102,14 +102,14 @@ class StepLogprobs:
             for begin in range(start, stop, SLICE):
                 count = min(SLICE, stop - begin)
                 first = max(min(begin, total - SLICE), 0)  # a slice has so many lines, whatever is asked for
-                places = slice(first, min(first + SLICE, total))
-                rows = batch.rows.index_select(0, batch.token_row[places])
-                follows = (batch.positions[places] + 1).clamp(max=self.columns["token_ids"].shape[1] - 1)
+                own = slice(begin, begin + count)
+                rows = batch.rows.index_select(0, batch.token_row[own])
+                follows = (batch.positions[own] + 1).clamp(max=self.columns["token_ids"].shape[1] - 1)
                 tokens = self.columns["token_ids"][rows.long(), follows].long()
-                logits, own = head(hidden[places]), slice(begin - first, begin - first + count)
-                self._record(self.positions, done, logits[own], tokens[own], rows[own], "prompt_logprobs")
+                logits = head(hidden[first : min(first + SLICE, total)])[begin - first : begin - first + count]
+                self._record(self.positions, done, logits, tokens, rows, "prompt_logprobs")
                 if whole:
-                    asked.prompt_lines.update({done + i: self._line(logits[begin - first + i]) for i in range(count)})
+                    asked.prompt_lines.update({done + i: self._line(logits[i]) for i in range(count)})
                 done += count
         self.positions.send(done, counter)
 

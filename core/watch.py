@@ -135,6 +135,7 @@ def finish_event(request: Request, at: float) -> RequestFinish:
         num_output_tokens=len(request.output_token_ids),
         num_cached_tokens=request.num_cached_tokens,
         num_preemptions=request.num_preemptions,
+        grammar_way=request.grammar_way,
         num_drafted=request.num_drafted,
         num_accepted=request.num_accepted,
     )

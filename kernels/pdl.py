@@ -22,9 +22,19 @@ def pdl(x: torch.Tensor) -> dict[str, Any]:
     return _for_device(x.device.index) if x.is_cuda else _OFF
 
 
+def hopper(x: torch.Tensor) -> bool:
+    """Whether x is on a GPU of compute capability 9."""
+    return x.is_cuda and _capability(x.device.index)[0] == 9
+
+
 @cache
 def _for_device(index: int) -> dict[str, Any]:
-    return _ON if torch.cuda.get_device_capability(index) >= (9, 0) else _OFF
+    return _ON if _capability(index) >= (9, 0) else _OFF
+
+
+@cache
+def _capability(index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
 
 
 @triton.jit

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 MODELRUNNER_API = ">=1,<2"
 HALF = ("bfloat16", "float16")
 # The folders of `kernels/` with overrides in a cpu.py.
-AREAS = ("norm", "linear", "rope")
+AREAS = ("norm", "linear", "rope", "automata")
 
 
 @hookimpl

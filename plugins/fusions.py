@@ -155,7 +155,7 @@ def finish_step(ops: Ops) -> Function:
         tokens: torch.Tensor,
         num_tokens: torch.Tensor | None,
         ok: torch.Tensor,
-        *columns: torch.Tensor,
+        *columns: torch.Tensor | None,
         num_drafted: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if num_tokens is None:

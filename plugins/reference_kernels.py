@@ -19,6 +19,7 @@ def kernels(register: Register, device: Device) -> None:
     from modelrunner.kernels import (
         activation,
         attention,
+        automata,
         batch,
         embedding,
         linear,
@@ -37,11 +38,12 @@ def kernels(register: Register, device: Device) -> None:
     exact: dict[str, list[Callable[..., Any]]] = {
         "table": [table.apply_patch, table.update_state, table.write_record],
         "batch": [batch.gather_rows, batch.gather_tokens, batch.gather_block_table, batch.slot_mapping],
-        "logits": [logits.count_tokens],
+        "logits": [logits.count_tokens, logits.mask_logits],
         "speculation": [
             *(speculation.spread_rows, speculation.store_drafts, speculation.draft_inputs, speculation.draft_pass),
             speculation.ngram_draft,
         ],
+        "automata": [automata.mask_states, automata.walk_tokens],
         "attention": [attention.write_cache, attention.indexed_write, attention.attention_index, attention.gather_pages],
     }
     for area, functions in exact.items():

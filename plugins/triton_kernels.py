@@ -17,8 +17,7 @@ MODELRUNNER_API = ">=1,<2"
 # The folders of `kernels/` with a gpu.py.
 AREAS = (
     *("table", "batch", "embedding", "norm", "activation", "linear", "rope", "attention", "logits", "logprobs", "sampling"),
-    "speculation",
-    "verification",
+    *("automata", "speculation", "verification"),
 )
 
 

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from modelrunner.batch import EDITED, Feature
+from modelrunner.batch import EDITED, MASKED, REWRITTEN, Feature
 from modelrunner.request_table import Column
 from modelrunner.sampler.allowed import Allowed
+from modelrunner.sampler.automata import Automata
 from modelrunner.sampler.bad_words import BadWords
 from modelrunner.sampler.base import Stage
 from modelrunner.sampler.bias import Bias
@@ -26,6 +27,7 @@ from modelrunner.sampler.top_k import TopK
 from modelrunner.sampler.top_p import TopP
 
 if TYPE_CHECKING:
+    from modelrunner.automaton_arena import AutomatonArena
     from modelrunner.batch import Batch
     from modelrunner.ops import Ops
     from modelrunner.request import Request, SamplingParams
@@ -36,9 +38,11 @@ Note = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], None]
 EDITED_LINES = 256  # of logits that are edited at a time: the copy is float32, 155 MB for a vocabulary of 151,936
 
 
-def default_stages(*processors: Stage) -> tuple[Stage, ...]:
-    """Every built-in stage, in the order in which they act. processors: stages with an `edit` of their own; they come after penalties."""
-    edits = (Allowed(), Bias(), MinTokens(), BadWords(), Penalties())
+def default_stages(*processors: Stage, arena: AutomatonArena | None = None) -> tuple[Stage, ...]:
+    """Every built-in stage, in the order in which they act. processors: stages with an `edit` of their own; they come after penalties.
+    arena: for structured output by automata, None for none."""
+    automata = () if arena is None else (Automata(arena),)
+    edits = (Allowed(), *automata, Bias(), MinTokens(), BadWords(), Penalties())
     return (*edits, *processors, Temperature(), MinP(), TopK(), TopP(), Draw(), StopIds(), Logprobs())
 
 
@@ -59,7 +63,7 @@ class Sampler:
         self.stages = tuple(stages)
         self.typical = typical
         self._inputs: dict[str, Feature] = {}
-        self._edits: dict[str, EditStage | None] = dict.fromkeys(("allowed", "bias", "stops", "bad_words", "penalties"))
+        self._edits: dict[str, EditStage | None] = dict.fromkeys(("allowed", "bias", "stops", "bad_words", "penalties", "automata"))
         for stage in self.stages:
             taken = [name for name in stage.inputs if name in self._inputs]
             if isinstance(stage, EditStage):
@@ -113,8 +117,9 @@ class Sampler:
     def sample(self, logits: torch.Tensor, batch: Batch, note: Note | None = None, draft_probs: torch.Tensor | None = None) -> Result:
         """D, may be captured. Choose tokens for every row; `batch.features` says what the rows ask for.
 
-        logits: [N, V] in the model's dtype, left as they are. A row's tokens depend on its own logits and columns only. In a step with
-        drafts N counts lines, S = 1 + k of each row (see `Batch`), and line j is edited with the drafts ahead of it as known tokens.
+        logits: [N, V] in the model's dtype; those of tokens that a mask leaves out may be overwritten. A row's tokens depend on its own
+        logits and columns only. In a step with drafts N counts lines, S = 1 + k of each row (see `Batch`), and line j is edited with the
+        drafts ahead of it as known tokens.
         note: told the logits that log-probs are made of, and the tokens, as (first line, logits [n, V], tokens [n] int64, rows of the lines
         [n] int32). draft_probs: [N / S, k, V] float32, what the drafts were drawn from, if they were.
         Returns tokens [N / S, S] int64, num_tokens [N / S] int32 (how many of them count: 0 where the row does not sample or its logits do
@@ -122,8 +127,10 @@ class Sampler:
         """
         slots = 1 + batch.num_draft
         processed = note is not None and self._logprobs is not None and self._logprobs.processed
+        in_place = note is None or processed  # nobody asks for the given logits afterwards
+        copied = batch.features & (REWRITTEN | self.processed) or (batch.features & MASKED and not in_place)
         at_once = max(1, EDITED_LINES // slots) * slots
-        if not (batch.features & (EDITED | self.processed) or processed) or batch.num_rows <= at_once:
+        if not (copied or processed) or batch.num_rows <= at_once:
             return self._sample(logits, batch, 0, note, processed, draft_probs)
         parts = []
         for start in range(0, batch.num_rows, at_once):
@@ -136,22 +143,24 @@ class Sampler:
     def _sample(
         self, given: torch.Tensor, batch: Batch, start: int, note: Note | None, processed: bool, draft_probs: torch.Tensor | None
     ) -> Result:
-        logits = self._changed(given, batch)
+        logits = self._changed(given, batch, in_place=note is None or processed)
         tokens, counts, ok = self._choose(logits, batch, draft_probs)
         if note is not None:
             note(start, self._processed(logits, batch) if processed else given, tokens.flatten(), batch.rows)
         return tokens, counts, ok
 
-    def _changed(self, logits: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """The logits after every stage that edits them."""
-        features = batch.features
-        if features & EDITED:
-            logits = self._edit(logits, batch)
+    def _changed(self, given: torch.Tensor, batch: Batch, in_place: bool) -> torch.Tensor:
+        """The logits after every stage that edits them. in_place: masks may be laid on the given ones."""
+        features, logits = batch.features, given
+        if in_place and features & MASKED and not features & REWRITTEN and given.stride(1) == 1:
+            self.ops.mask_logits(given, batch.rows, *(self._given(name, batch) for name in ("allowed", "automata")))
+        elif features & EDITED:
+            logits = self._edit(given, batch)
         acting = [stage for stage in self._processing if stage.feature == Feature.GREEDY or stage.feature & features]
-        if acting and not features & EDITED:
-            logits = logits.to(torch.float32, copy=True)
+        if acting:
+            logits = logits.to(torch.float32, copy=logits is given)
         if acting and batch.num_draft:
-            return self._changed_by_place(acting, logits.float(), batch)
+            return self._changed_by_place(acting, logits, batch)
         for stage in acting:
             logits = stage.edit(logits, batch)
         return logits
@@ -196,14 +205,30 @@ class Sampler:
         """A copy of the logits with what the built-in stages change."""
         columns, slots = batch.columns, 1 + batch.num_draft
         known, prompt_len, token_ids = columns["known"], columns["prompt_len"], columns["token_ids"]
-        asked = {name: stage for name, stage in self._edits.items() if stage is not None and stage.feature & batch.features}
-        if "penalties" in asked:
+        if Feature.PENALISED & batch.features and self._edits["penalties"] is not None:
             seats, counted, counts = columns["token_counts"], columns["counted"], columns["token_counts.seats"]
             rows, samples = (tensor[::slots].contiguous() for tensor in (batch.rows, batch.samples))
             self.ops.count_tokens(rows, samples, seats, counted, prompt_len, known, token_ids, counts)
-        given = [asked[name].given(columns) if name in asked else None for name in self._edits]
+        given = [self._given(name, batch) for name in self._edits]
         edited: torch.Tensor = self.ops.edit_logits(logits, batch.rows, known, prompt_len, token_ids, *given, batch.ahead)
         return edited
+
+    def _given(self, name: str, batch: Batch) -> tuple[torch.Tensor, ...] | None:
+        """An argument of `edit_logits`; None if no row asks for its stage."""
+        stage = self._edits[name]
+        return stage.given(batch.columns) if stage is not None and stage.feature & batch.features else None
+
+    def loading(self) -> list[Callable[[], None]]:
+        """H, at start-up. What stages launch beside steps, to be got ready."""
+        return [stage.loading() for stage in self.stages if isinstance(stage, Automata)]
+
+    def ends(self, batch: Batch, tokens: torch.Tensor, num_tokens: torch.Tensor, ok: torch.Tensor) -> torch.Tensor | None:
+        """D, captured. After how many of its sampled tokens [N, 1 + k] a row's output is complete by its automaton, [N] int32, 0 for not
+        yet; the rows' states go on by them. None if no row has one."""
+        stage = self._edits["automata"]
+        if not isinstance(stage, Automata) or not stage.feature & batch.features:
+            return None
+        return stage.walk(self.ops, batch, tokens, num_tokens, ok)
 
     def _column(self, name: str, feature: Feature, batch: Batch) -> torch.Tensor | None:
         """The column `name`; None if its stage is not asked for."""

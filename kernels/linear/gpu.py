@@ -75,15 +75,17 @@ def builds(kind: str, rows: int, outputs: int, inner: int, dtype: str = "bf16") 
 def _stream_builds(tiles: Stream, kind: str, inner: int, dtype: str) -> list[Build]:
     """As `builds`, for weights in a stream: norms are launches of their own."""
     act, split = SILU if kind == "gated" else 0, tiles.split > 1
-    blocks = {"x_desc": f"tensordesc<{dtype}[{tiles.bt}, {tiles.bk}]>", "w_desc": f"tensordesc<{dtype}[{tiles.bn}, {tiles.bk}]>"}
-    pointers = {"x_ptr": dtype, "w_ptr": dtype, "residual_ptr": dtype, "out_ptr": dtype, "part_ptr": "fp32"}
-    none = {"out_ptr", "residual_ptr"} if split else {"part_ptr"} | (set() if kind == "add" else {"residual_ptr"})
-    none |= {"x_desc"} if tiles.early else set()
-    signature = blocks | {k: f"*{v}" for k, v in pointers.items() if k not in none} | _NUMBERS
     common: dict[str, Any] = {"K": inner, "SPLIT": tiles.split, "ACT": act, "PDL": True}
-    constants = {"BT": tiles.bt, "BN": tiles.bn, "BK": tiles.bk, "AHEAD": tiles.ahead, "EARLY": tiles.early} | dict.fromkeys(none)
-    shape = (tiles.warps, tiles.stages)
-    found = [Build(stream_kernel, signature, common | constants, *shape, 16, divisible=_DIVISIBLE, capabilities=(90, 100))]
+    late, found = tiles.late(act != 0), []
+    for way, capabilities in [(tiles, (90, 100))] if late == tiles else [(tiles, (90,)), (late, (100,))]:
+        blocks = {"x_desc": f"tensordesc<{dtype}[{way.bt}, {way.bk}]>", "w_desc": f"tensordesc<{dtype}[{way.bn}, {way.bk}]>"}
+        pointers = {"x_ptr": dtype, "w_ptr": dtype, "residual_ptr": dtype, "out_ptr": dtype, "part_ptr": "fp32"}
+        none = {"out_ptr", "residual_ptr"} if split else {"part_ptr"} | (set() if kind == "add" else {"residual_ptr"})
+        none |= {"x_desc"} if way.early else set()
+        signature = blocks | {k: f"*{v}" for k, v in pointers.items() if k not in none} | _NUMBERS
+        constants = {"BT": way.bt, "BN": way.bn, "BK": way.bk, "AHEAD": way.ahead, "EARLY": way.early} | dict.fromkeys(none)
+        shape = (way.warps, way.stages)
+        found.append(Build(stream_kernel, signature, common | constants, *shape, 16, divisible=_DIVISIBLE, capabilities=capabilities))
     if split:
         given = {"part_ptr": "*fp32", "out_ptr": f"*{dtype}"} | ({"residual_ptr": f"*{dtype}"} if kind == "add" else {})
         absent = {name: None for name in ("x_ptr", "scale_ptr", "residual_ptr") if name not in given}

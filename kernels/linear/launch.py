@@ -13,7 +13,7 @@ from modelrunner.kernels.linear.plan import Gemv, Stream, Tiles
 from modelrunner.kernels.linear.stream import stream_kernel
 from modelrunner.kernels.linear.tiles import sum_kernel, tile_kernel
 from modelrunner.kernels.norm.rows import rms_norm
-from modelrunner.kernels.pdl import pdl
+from modelrunner.kernels.pdl import hopper, pdl
 
 SUM_BLOCK, SUM_WARPS = 128, 1  # columns and warps of a program of `sum_kernel`
 
@@ -106,6 +106,8 @@ def _launch_stream(
     if x.stride(0) * x.element_size() % 16 or x.data_ptr() % 16:
         x = x.contiguous()
     dependent = pdl(x)
+    if x.is_cuda and not hopper(x):
+        tiles = tiles.late(extras.act != 0)
     x_blocks = None if tiles.early else _blocks(x, tiles.bt, tiles.bk)
     stream_kernel[(triton.cdiv(outputs, tiles.bn), tiles.split, triton.cdiv(rows, tiles.bt))](
         x_blocks, _blocks(weight, tiles.bn, tiles.bk), x, weight, residual, out, parts, rows, outputs, x.stride(0), _stride(residual),

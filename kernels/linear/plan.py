@@ -7,12 +7,14 @@ from functools import cache
 
 GEMV_ROWS = 2  # beyond, tensor cores
 TILE_ROWS = 128  # beyond, the vendor's library
-ADDED_ROWS = 256  # the same for a product that is added to a residual,
-SMALL = 2**22  # and has no more weights
+MANY_ROWS = 256  # the same for a product of so many weights, where the device copies tiles by itself,
+MANY = range(2**21, 2**23)
+SMALL = 2**22  # and for one of no more weights that is added to a residual
 PROGRAMS = 128  # that keep the GPU busy
 LARGE = 2**24  # weights from which on the vendor's library reads them as fast, but for tall products of few outputs
 HELD = 2**17  # bytes of weights that a program holds in shared memory
-STREAMS = 90  # programs that keep memory busy, each with a full pipeline
+STREAMS = 90  # programs that keep memory busy, each with a full pipeline,
+PROCESSORS = 132  # and as many as there may be of them
 PIPELINE = 224_000  # bytes of shared memory for it
 HEAD = 2**16  # outputs of a product that is the model's head
 
@@ -66,6 +68,13 @@ class Stream:
     ahead: int = 0
     early: int = 0
 
+    def late(self, gated: bool) -> Stream:
+        """For a device other than Hopper, on which early ones were not measured (and Triton 3.6 does not compile all of them)."""
+        if not self.early:
+            return self
+        room = PIPELINE // (2 * self.bk * (self.bn * (2 if gated else 1) + self.bt))
+        return replace(self, stages=min(8, max(2, room)), ahead=max(256, self.bk), early=0)
+
 
 @cache
 def plan(
@@ -80,12 +89,17 @@ def plan(
         return None
     if rows <= GEMV_ROWS:
         return _gemv(rows, outputs, inner, gated)
-    if rows > TILE_ROWS or bits != 16:
+    if rows > MANY_ROWS or bits != 16:
         return None
-    if outputs * inner * (2 if gated else 1) >= LARGE:
+    weights = outputs * inner * (2 if gated else 1)
+    if rows > TILE_ROWS:
+        return _many(rows, outputs, inner, gated) if streams and weights in MANY else None
+    if weights >= LARGE:
         if streams and outputs < HEAD:
             return _stream(rows, outputs, inner, gated)
         return None if norm else _large(rows, outputs, inner, streams)
+    if streams and norm and not gated and 32 < rows <= 64 and 60 <= outputs // 64 <= PROCESSORS and inner % 128 == 0:
+        return Stream(64, 64, 128, 1, 4, 6, 256)
     if norm and rows > 64:
         return None
     return _small(rows, outputs, inner, gated, norm, not (norm and half))
@@ -111,22 +125,35 @@ def _gemv(rows: int, outputs: int, inner: int, gated: bool) -> Gemv | None:
     return Gemv(max(1, bn // 2), 2048, 8) if inner <= 16384 else None
 
 
-def _stream(rows: int, outputs: int, inner: int, gated: bool) -> Stream:
+def _stream(rows: int, outputs: int, inner: int, gated: bool, least: int = STREAMS) -> Stream:
     """More weights than the multiprocessors hold at once, of a layer: all programs run together, with what pipelines fit in shared memory.
 
-    The longer the pieces of a row of weights that are read at a time, the faster is memory.
+    The longer the pieces of a row of weights that are read at a time, the faster is memory. least: programs that there are to be.
     """
-    bt, height = _rows_of_tile(rows, TILE_ROWS), 128 if gated else 64
-    bk = max(64, 256 // (height // 64) // (1 if bt <= 32 else 2))
-    split = next((n for n in (1, 2, 3, 4, 6, 8) if outputs // 64 * n >= STREAMS and inner % (n * bk) == 0), 8)
-    # Many rows of gate and up: two programs a multiprocessor, as there are too many for one each.
-    room = PIPELINE // 2 if gated and bt > 32 else PIPELINE
-    return Stream(bt, 64, bk, split, 4, min(8, room // (2 * bk * (height + bt))), 256)
+    bt, pair = _rows_of_tile(rows, TILE_ROWS), 2 if gated else 1
+    if bt == 64 and gated and STREAMS <= outputs // 128 <= PROCESSORS and inner % 128 == 0:
+        return Stream(bt, 128, 128, 1, 8, 3, early=1)
+    bk = max(64, 256 // pair // (1 if bt <= (32 if gated else 64) else 2))
+    programs = outputs // 64 * -(-rows // bt)
+    split = next((n for n in (1, 2, 3, 4, 6, 8) if programs * n >= least and inner % (n * bk) == 0), 8)
+    # Too many programs of many rows for one a multiprocessor: two.
+    room = PIPELINE // 2 if programs * split > PROCESSORS and bt > 32 else PIPELINE
+    while bk > 64 and room < 3 * 2 * bk * (64 * pair + bt):
+        bk //= 2
+    return Stream(bt, 64, bk, split, 4, max(2, min(8, room // (2 * bk * (64 * pair + bt)))), 256)
+
+
+def _many(rows: int, outputs: int, inner: int, gated: bool) -> Stream | None:
+    """More rows than a tile has, and few weights."""
+    tiles = _stream(rows, outputs, inner, gated, STREAMS if gated else 120)
+    return tiles if inner % (tiles.bk * tiles.split) == 0 and tiles.stages >= 3 else None
 
 
 def _large(rows: int, outputs: int, inner: int, streams: bool) -> Tiles | Stream | None:
     """More weights than the multiprocessors hold at once."""
     bt = _rows_of_tile(rows)
+    if outputs >= HEAD and streams and 32 < rows <= 64:
+        return Stream(bt, 64, 128, 1, 4, 3) if inner <= 2048 else Stream(bt, 128, 128, 1, 8, 4)
     if rows > 32:
         return None
     if outputs >= HEAD:
@@ -176,8 +203,8 @@ def _split(inner: int, most: int) -> int:
 
 @cache
 def added(rows: int, outputs: int, inner: int, bits: int) -> Tiles | None:
-    """`plan` of a product of more than TILE_ROWS rows that is added to a residual; None: the vendor's library, which first copies that."""
-    if not TILE_ROWS < rows <= ADDED_ROWS or bits != 16 or inner % 64 or outputs * inner > SMALL:
+    """Instead of the vendor's library, which first copies the residual, for a product of more than TILE_ROWS rows that is added to one."""
+    if not TILE_ROWS < rows <= MANY_ROWS or bits != 16 or inner % 64 or outputs * inner > SMALL:
         return None
     if rows > 192 and inner > 2048:
         return Tiles(128, 64, 128, 4, 4, 3, warm=False)

@@ -1,4 +1,4 @@
-"""Editing logits in Triton: one launch over all of them, one over the few that a row names (biases, bans)."""
+"""Editing logits in Triton: one launch over all of them, one over the few that a row names (biases, bans); masks alone in place."""
 
 from __future__ import annotations
 
@@ -44,10 +44,11 @@ def _penalised(
 def _edit_all(
     logits, out, stride, vocab, rows, known, token_ids, longest, ahead,
     allow_seats, masks, words,
+    states, state_masks,
     count_seats, counts, repetition, presence, frequency,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (n, b): allow list and penalties of tokens b * BLOCK onwards of line n."""
+    """Program (n, b): masks and penalties of tokens b * BLOCK onwards of line n."""
     if PDL:
         gdc_launch_dependents()
     n = tl.program_id(0).to(tl.int64)
@@ -62,12 +63,48 @@ def _edit_all(
         seat = tl.load(allow_seats + row)
         if seat >= 0:
             x = _allowed(x, ids, mask, seat, masks, words)
+    if states is not None:
+        state = tl.load(states + row)
+        if state >= 0:
+            x = _allowed(x, ids, mask, state, state_masks, words)
     if count_seats is not None:
         seat = tl.load(count_seats + row)
         if seat >= 0:
             factors = (repetition, presence, frequency)
             x = _penalised(x, ids, mask, row, seat, counts, vocab, *factors, known, token_ids, longest, drafts)
     tl.store(out + n * vocab + ids, x, mask=mask)
+
+
+@triton.jit
+def _mask_all(
+    logits, stride, vocab, rows, allow_seats, masks, words, states, state_masks, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """Program (n, b): -inf for those of tokens b * BLOCK onwards of row n that a mask of the row leaves out. Where it leaves out all of
+    them they are not read, where it leaves out none they are not written."""
+    if PDL:
+        gdc_launch_dependents()
+    n = tl.program_id(0).to(tl.int64)
+    ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = ids < vocab
+    kept = tl.full([BLOCK], 1, tl.int32)
+    if PDL:
+        gdc_wait()
+    row = tl.load(rows + n).to(tl.int64)
+    if allow_seats is not None:
+        seat = tl.load(allow_seats + row)
+        if seat >= 0:
+            word = tl.load(masks + seat.to(tl.int64) * words + ids // 32, mask=inside, other=0)
+            kept &= word >> (ids % 32)
+    if states is not None:
+        state = tl.load(states + row)
+        if state >= 0:
+            word = tl.load(state_masks + state.to(tl.int64) * words + ids // 32, mask=inside, other=0)
+            kept &= word >> (ids % 32)
+    if tl.min(tl.where(inside, kept, 1), 0) == 0:
+        x = tl.full([BLOCK], -float("inf"), tl.float32)
+        if tl.max(tl.where(inside, kept, 0), 0) != 0:
+            x = tl.where(kept != 0, tl.load(logits + n * stride + ids, mask=inside, other=0.0).to(tl.float32), x)
+        tl.store(logits + n * stride + ids, x, mask=inside)
 
 
 @triton.jit
@@ -86,6 +123,7 @@ def _completes(words, entry, some, last, row, total, first, token_ids, longest, 
 def _edit_named(
     logits, out, stride, vocab, rows, known, token_ids, longest, ahead, prompt_len,
     allow_seats, masks, words,
+    states, state_masks,
     bias_seats, biases, num_bias,
     stop_seats, stop_ids, num_stops, min_total,
     word_seats, bad_words, num_words,
@@ -113,6 +151,10 @@ def _edit_named(
                     allowing = tl.load(allow_seats + row)
                     if allowing >= 0:
                         x = _allowed(x, ids, mask, allowing, masks, words)
+                if states is not None:
+                    state = tl.load(states + row)
+                    if state >= 0:
+                        x = _allowed(x, ids, mask, state, state_masks, words)
                 x += bits.to(tl.float32, bitcast=True)
                 if count_seats is not None:
                     counting = tl.load(count_seats + row)
@@ -153,6 +195,7 @@ def edit_logits(
     stops: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
     bad_words: Seated | None,
     penalties: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None,
+    automata: Seated | None = None,
     ahead: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `reference.edit_logits`: two launches, one if no row has biases or bans. One read of the logits, and of the counts of rows with
@@ -165,7 +208,7 @@ def edit_logits(
         return out
     if logits.stride(1) != 1:
         logits = logits.contiguous()
-    masks = (None, None, 0) if allowed is None else (*allowed, allowed[1].shape[1])
+    masks = _masks(allowed, automata)
     counts = (None,) * 5 if penalties is None else penalties
     head = (logits, out, logits.stride(0), vocab, rows, known, token_ids, token_ids.stride(0), ahead)
     _edit_all[(n, triton.cdiv(vocab, BLOCK))](*head, *masks, *counts, BLOCK, num_warps=4, **pdl(logits))
@@ -179,3 +222,18 @@ def edit_logits(
         *counts, ENTRIES, 1 if bad_words is None else bad_words[1].shape[2], num_warps=2, **pdl(logits),
     )  # fmt: skip
     return out
+
+
+def _masks(allowed: Seated | None, automata: Seated | None) -> tuple[torch.Tensor | int | None, ...]:
+    """The masks as arguments of a kernel."""
+    words = next((given[1].shape[1] for given in (allowed, automata) if given is not None), 0)
+    return *(allowed or (None, None)), words, *(automata or (None, None))
+
+
+def mask_logits(logits: torch.Tensor, rows: torch.Tensor, allowed: Seated | None, automata: Seated | None) -> None:
+    """See `reference.mask_logits`: one launch, which costs next to nothing for rows without a mask. logits.stride(1) must be 1."""
+    n, vocab = logits.shape
+    assert logits.stride(1) == 1, "the logits of a row lie side by side"
+    if n:
+        head = (logits, logits.stride(0), vocab, rows)
+        _mask_all[(n, triton.cdiv(vocab, BLOCK))](*head, *_masks(allowed, automata), BLOCK, num_warps=4, **pdl(logits))

@@ -58,14 +58,16 @@ def edit_logits(
     stops: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
     bad_words: tuple[torch.Tensor, torch.Tensor] | None,
     penalties: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None,
+    automata: tuple[torch.Tensor, torch.Tensor] | None = None,
     ahead: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """A copy of the logits with each row's allow list, bias, bans and penalties applied, in this order. None: no row has any.
+    """A copy of the logits with each row's masks, bias, bans and penalties applied, in this order. None: no row has any.
 
-    Float32, but in the logits' own type where allow lists are all that there is, since they change no number.
+    Float32, but in the logits' own type where masks are all that there is, since they change no number.
     logits: [N, V]. rows: [N] int32. known, prompt_len: [R] int32. token_ids: [R, L] int32. ahead: [N] int32, how many tokens behind the
     row's known ones, drafts, are taken for known in this line; None: nowhere any. A row may then have several lines.
     allowed: seats, [S + 1, ceil(V / 32)] int32 bitmasks; bit v % 32 of word v // 32 allows token v, others become -inf.
+    automata: the same again, with states in place of seats (see `modelrunner.kernels.automata`).
     bias: seats, [S + 1, 2 B] int32: B different ids, -1 for none, then the bits of B float32 numbers to add.
     stops: seats, [S + 1, K] int32 ids (-1 for none), min_total [R] int32: a row of fewer known tokens may not sample these ids.
     bad_words: seats, [S + 1, M, T] int32: M sequences of up to T ids, each at the end of its T places, -1 before it and for none: when the
@@ -74,14 +76,11 @@ def edit_logits(
     are divided by `repetition` if positive, else multiplied (Keskar et al. 2019, arXiv:1909.05858, section 4.1); then `presence` is taken
     off once for tokens of the output and `frequency` as often as they occur.
     """
-    row, vocab = rows.long(), logits.shape[1]
+    row = rows.long()
     upto = known[row] if ahead is None else known[row] + ahead
     only_allowed = bias is None and stops is None and bad_words is None and penalties is None
     x = logits.to(logits.dtype if only_allowed else torch.float32, copy=True)
-    if allowed is not None:
-        seat = allowed[0][row]
-        bits = allowed[1][seat.long()].unsqueeze(2) >> torch.arange(BITS, device=x.device, dtype=torch.int32)
-        x.masked_fill_((seat >= 0).unsqueeze(1) & ~(bits & 1).bool().flatten(1)[:, :vocab], -torch.inf)
+    mask_logits(x, rows, allowed, automata)
     if bias is not None:
         ids, values = bias[1][bias[0][row].long()].chunk(2, 1)
         x.scatter_add_(1, ids.clamp(min=0).long(), torch.where(ids >= 0, values.contiguous().view(torch.float32), 0.0))
@@ -108,6 +107,21 @@ def _with_drafts(words: torch.Tensor, row: torch.Tensor, known: torch.Tensor, ah
     drafted = (place >= first) & (place < first + ahead.unsqueeze(1))
     ids = torch.where(drafted, token_ids[row], 0).long()
     return words.scatter_add(1, ids.clamp(0, words.shape[1] - 1), torch.where(drafted, OUTPUT_UNIT, 0).to(words.dtype))
+
+
+def mask_logits(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    allowed: tuple[torch.Tensor, torch.Tensor] | None,
+    automata: tuple[torch.Tensor, torch.Tensor] | None,
+) -> None:
+    """Apply the masks of `edit_logits` to the logits [N, V] themselves; rows without one are not touched."""
+    row, vocab = rows.long(), logits.shape[1]
+    for masks in (allowed, automata):
+        if masks is not None:
+            seat = masks[0][row]
+            bits = masks[1][seat.long()].unsqueeze(2) >> torch.arange(BITS, device=logits.device, dtype=torch.int32)
+            logits.masked_fill_((seat >= 0).unsqueeze(1) & ~(bits & 1).bool().flatten(1)[:, :vocab], -torch.inf)
 
 
 def _ban(x: torch.Tensor, ids: torch.Tensor, banned: torch.Tensor) -> None:

@@ -15,6 +15,8 @@ from modelrunner.kernels.pdl import pdl
 from modelrunner.kernels.sampling.noise import exact_log
 from modelrunner.kernels.sampling.scan import GREEDY_LIMIT, GROUP, INF, is_short, peak_of
 from modelrunner.kernels.sampling.search import (
+    FEW,
+    OTHERS,
     cut_of_list,
     distance_of,
     kth_of_row,
@@ -45,7 +47,7 @@ def _cut(
     logits, stride, vocab, temperature, top_k, top_p, min_p, peaks, groups, scratch, cuts,
     GROUP: tl.constexpr, PLACES: tl.constexpr, TILE: tl.constexpr, LIST: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program n: the largest distance that the filters of row n keep, and its best logit. cuts: [n, 2]; scratch: [n, PLACES + LIST]."""
+    """Program n: the largest distance that the filters of row n keep, and its best logit. cuts: [n, 2]; scratch: [n, PLACES + 2 LIST]."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -65,13 +67,11 @@ def _cut(
         if top_k is not None:
             k = tl.load(top_k + row)
             if is_short(k):
-                own = scratch + row * (PLACES + LIST)
+                own = scratch + row * (PLACES + 2 * LIST)
                 count, limit = shortlist(logits, vocab, peaks + row * groups, groups, own, best, heat, k, GROUP, PLACES, TILE, LIST)
                 if count <= LIST:
                     listed = count
-                    slots = tl.arange(0, LIST)
-                    ids = tl.load(own + PLACES + slots, mask=slots < count, other=0)
-                    cut, _ = cut_of_list(logits, ids, slots < count, best, heat, cut, limit, k, p)
+                    cut = cut_of_list(own + PLACES, count, cut, limit, k, p, LIST, FEW, OTHERS)
             if (listed == 0) & (k > 0) & (k < vocab):
                 cut = tl.minimum(cut, kth_of_row(logits, vocab, best, heat, k, WIDE))
         if (listed == 0) & (p < 1.0):
@@ -111,7 +111,7 @@ def processed_logits(
     groups = triton.cdiv(vocab, GROUP)
     places = places_of(groups)
     peaks, cuts = torch.empty(n, groups, device=logits.device), torch.empty(n, 2, device=logits.device)
-    scratch = None if top_k is None else torch.empty(n, places + LIST, dtype=torch.int32, device=logits.device)
+    scratch = None if top_k is None else torch.empty(n, places + 2 * LIST, dtype=torch.int32, device=logits.device)
     head, on = (logits, logits.stride(0), vocab), pdl(logits)
     _group_peaks[(n, triton.cdiv(groups, GROUPS))](*head, peaks, groups, GROUP, GROUPS, num_warps=4, **on)
     constants = (GROUP, places, TILE // logits.element_size(), LIST, min(WIDE, places_of(vocab)))

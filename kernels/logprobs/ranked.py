@@ -116,7 +116,7 @@ def _rank(
     GROUP: tl.constexpr, PLACES: tl.constexpr, SEGMENTS: tl.constexpr, TILE: tl.constexpr, LIST: tl.constexpr,
     SQUARE: tl.constexpr, WIDE: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program n: line n. ids_out, values_out: [n, width], WIDTH of them at most. scratch: [n, PLACES + LIST] int32."""
+    """Program n: line n. ids_out, values_out: [n, width], WIDTH of them at most. scratch: [n, PLACES + 2 LIST] int32."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -145,7 +145,7 @@ def _rank(
         tl.store(ids_out, token)
         tl.store(values_out, tl.load(logits + token).to(tl.float32) - base - scale)
         if asked > 0:
-            own = scratch + line * (PLACES + LIST)
+            own = scratch + line * (PLACES + 2 * LIST)
             count = 0
             if best > -INF:
                 count, _ = shortlist(logits, vocab, peaks + line * groups, groups, own, best, 1.0, asked, GROUP, PLACES, TILE, LIST)
@@ -159,8 +159,8 @@ def _rank(
 def token_logprobs(logits: torch.Tensor, chosen: torch.Tensor, rows: torch.Tensor, wanted: torch.Tensor, num_top: int) -> Ranked:
     """See `reference.token_logprobs`: two launches, one read of the logits; lines of rows that want nothing are not read."""
     n, vocab = logits.shape
-    if logits.stride(1) != 1:
-        logits = logits.contiguous()
+    if logits.stride(1) != 1 or logits.data_ptr() % 16:  # the kernels are built for memory that begins on such a border
+        logits = logits.clone(memory_format=torch.contiguous_format)
     device, width, groups = logits.device, 1 + num_top, triton.cdiv(vocab, GROUP)
     segments, places = triton.cdiv(groups, GROUPS), places_of(groups)
     ranks = torch.empty(n, dtype=torch.int32, device=device)
@@ -170,7 +170,7 @@ def token_logprobs(logits: torch.Tensor, chosen: torch.Tensor, rows: torch.Tenso
         return ranks, ids, values
     peaks, sums = torch.empty(2, n, groups, device=device)
     before = torch.empty(n, segments, dtype=torch.int32, device=device)
-    scratch = torch.empty(n, places + LIST, dtype=torch.int32, device=device)
+    scratch = torch.empty(n, places + 2 * LIST, dtype=torch.int32, device=device)
     head = (logits, logits.stride(0), vocab, rows, wanted, chosen, peaks, sums, before, groups, segments)
     _survey[(n, segments)](*head, GROUP, GROUPS, num_warps=4, **pdl(logits))
     constants = (GROUP, places, places_of(segments), TILE // logits.element_size(), LIST, SQUARE, min(WIDE, places_of(vocab)))

@@ -10,7 +10,7 @@ from modelrunner.kernels.sampling import reference
 from modelrunner.kernels.sampling.scan import CHUNK, GROUP, Columns, Scan, scan
 from modelrunner.kernels.sampling.settle import _confirm, _settle, _weigh
 
-TILE = 64  # bytes: one logit each of the groups looked at at a time
+TILE = 32  # bytes: one logit each of the groups looked at at a time
 LIST = 1024  # tokens on a row's short list, at most
 WIDE = 4096
 GREEDY = (None,) * 9  # in place of rows, temperature, filters and what the noise depends on
@@ -53,7 +53,7 @@ def _launch_settle(
         inputs = (columns.rows, columns.temperature, *filters, *columns.draw)  # type: ignore[assignment]
         if columns.top_k is not None:
             groups = places_of(chunks * (CHUNK // GROUP))
-            scratch = torch.empty(n, groups + LIST, dtype=torch.int32, device=logits.device)
+            scratch = torch.empty(n, groups + 2 * LIST, dtype=torch.int32, device=logits.device)
     constants = (
         CHUNK,
         places_of(chunks),

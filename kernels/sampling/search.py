@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from modelrunner.kernels.sampling import reference
-from modelrunner.kernels.sampling.noise import exact_exp, gumbel, random_words, random_words_of
+from modelrunner.kernels.sampling.noise import INTERPRETED, exact_exp, gumbel, random_words, random_words_of
 from modelrunner.kernels.sampling.scan import INF, PURPOSE, place_of
 
 SLACK = tl.constexpr(2.0**-10)  # bounds are good to 2e-5
@@ -14,6 +14,8 @@ MASS_UNIT = tl.constexpr(reference.MASS_UNIT)
 NO_MASS = tl.constexpr(28.0)  # exp(-28) is below 2^-40: a token at this distance has no mass
 INF_BITS = tl.constexpr(0x7F800000)
 NOWHERE = tl.constexpr(0x7FFFFFFF)
+FEW = tl.constexpr(256)  # tokens of a list that are compared each with each
+OTHERS = tl.constexpr(16)  # at a time
 
 
 @triton.jit
@@ -148,14 +150,35 @@ def wanted_mass(total, p):
 
 
 @triton.jit
+def _added(a, b, c, x, y, z):
+    return a + x, b + y, c + z
+
+
+@triton.jit
+def three_sums(a, b, c):
+    """Sums of three vectors, with one exchange between the warps."""
+    if INTERPRETED:  # which takes other reductions than its own one element at a time
+        return tl.sum(a, 0), tl.sum(b, 0), tl.sum(c, 0)
+    else:
+        return tl.reduce((a, b, c), 0, _added)
+
+
+@triton.jit
 def cut_of(bits, weight, wanted, high):
-    """The smallest b such that the elements with bits <= b weigh at least `wanted`; `high` if there is none below it."""
+    """The smallest b such that the elements with bits <= b weigh at least `wanted`; `high` if there is none below it.
+
+    Bisection, two steps of it a turn: what the second step asks is asked for both answers of the first.
+    """
     low = 0
     while low < high:
         middle = low + (high - low) // 2
-        enough = tl.sum(tl.where(bits <= middle, weight, 0), 0) >= wanted
-        high = tl.where(enough, middle, high)
-        low = tl.where(enough, low, middle + 1)
+        below, above = low + (middle - low) // 2, middle + 1 + (high - middle - 1) // 2
+        sums = three_sums(tl.where(bits <= below, weight, 0), tl.where(bits <= middle, weight, 0), tl.where(bits <= above, weight, 0))
+        first = sums[1] >= wanted
+        low, high = tl.where(first, low, middle + 1), tl.where(first, middle, high)
+        second = tl.where(first, sums[0], sums[2]) >= wanted
+        middle = tl.where(first, below, above)
+        low, high = tl.where(second, low, tl.minimum(middle + 1, high)), tl.where(second, middle, high)
     return low
 
 
@@ -174,14 +197,16 @@ def shortlist(
     TILE: tl.constexpr,
     LIST: tl.constexpr,
 ):
-    """Writes the ids of tokens among which the k best are, without a look at the other groups: the k-th best of the groups' peaks bounds
-    the k-th best token. scratch: [GROUPS + LIST] int32 of the row; the ids lie from GROUPS on.
+    """Writes the ids of tokens among which the k best are, without a look at the other groups: the k-th best of the groups' peaks, rounded
+    up to 8 bits, bounds the k-th best token. scratch: [GROUPS + 2 LIST] int32 of the row; the ids lie from GROUPS on, then the bits of the
+    tokens' distances.
 
     Returns how many there are (more than LIST: the list is incomplete) and the bound, bits of a distance.
     """
     places = tl.arange(0, GROUPS)
     nearest = bits_of(distance_of(tl.load(group_peaks + places, mask=places < groups, other=-INF), best, heat))
-    limit = cut_of(nearest, tl.full([GROUPS], 1, tl.int32), k, tl.full([], INF_BITS, tl.int32))
+    coarse = cut_of(nearest >> 16, tl.full([GROUPS], 1, tl.int32), k, tl.full([], INF_BITS >> 16, tl.int32))
+    limit = tl.minimum((coarse << 16) | 0xFFFF, INF_BITS)
     chosen = ((nearest <= limit) & (nearest < INF_BITS)).to(tl.int32)
     many = tl.sum(chosen, 0)
     tl.store(scratch + tl.cumsum(chosen, 0) - 1, places, mask=chosen > 0)
@@ -195,29 +220,66 @@ def shortlist(
         bits = bits_of(distance_of(x, best, heat))
         kept = ((bits <= limit) & (bits < INF_BITS)).to(tl.int32)
         place = count + tl.cumsum(kept, 0) - 1
-        tl.store(scratch + GROUPS + place, ids, mask=(kept > 0) & (place < LIST))
+        fits = (kept > 0) & (place < LIST)
+        tl.store(scratch + GROUPS + place, ids, mask=fits)
+        tl.store(scratch + GROUPS + LIST + place, bits, mask=fits)
         count += tl.sum(kept, 0)
     tl.debug_barrier()
     return count, limit
 
 
 @triton.jit
-def cut_of_list(logits, ids, listed, best, heat, cut, limit, k, p):
-    """Where top-k and top-p cut listed tokens, and their distances. cut: of min-p. limit: bits of the largest distance in the list."""
-    distance = distance_of(tl.load(logits + ids, mask=listed, other=-INF).to(tl.float32), best, heat)
-    bits = bits_of(distance)
-    cut = tl.minimum(cut, distance_from(cut_of(bits, tl.where(listed, 1, 0), k, limit)))
+def cut_of_few(own, count, cut, k, p, LIST: tl.constexpr, FEW: tl.constexpr, OTHERS: tl.constexpr):
+    """`cut_of_list` of at most FEW tokens: each counts and weighs the tokens that are closer."""
+    slots = tl.arange(0, FEW)
+    listed = slots < count
+    bits = tl.load(own + LIST + slots, mask=listed, other=INF_BITS)
+    distance = distance_from(bits)
+    closer = tl.zeros([FEW], tl.int32)
+    heavier = tl.zeros([FEW], tl.int64)
+    for start in range(0, count, OTHERS):
+        others = start + tl.arange(0, OTHERS)
+        theirs = tl.load(own + LIST + others, mask=others < count, other=INF_BITS)
+        ahead = theirs[None, :] < bits[:, None]
+        closer += tl.sum(ahead.to(tl.int32), 1)
+        if p < 1.0:
+            mass = tl.where(others < count, mass_of(distance_from(theirs)), 0)
+            heavier += tl.sum(tl.where(ahead, mass[None, :], 0), 1)
+    keep = listed & (closer < k) & (distance <= cut)
     if p < 1.0:
-        mass = tl.where(distance <= cut, mass_of(distance), 0)
-        wanted = wanted_mass(tl.sum(mass, 0), p)
-        cut = tl.minimum(cut, distance_from(cut_of(bits, mass, wanted, limit)))
-    return cut, distance
+        keep = keep & (heavier < wanted_mass(tl.sum(tl.where(keep, mass_of(distance), 0), 0), p))
+    return tl.max(tl.where(keep, distance, 0.0), 0)
 
 
 @triton.jit
-def draw_from_list(logits, ids, listed, best, heat, cut, limit, k, p, seed, position, choice):
-    """The draw among listed tokens, after `cut_of_list`."""
-    cut, distance = cut_of_list(logits, ids, listed, best, heat, cut, limit, k, p)
-    words = random_words_of(seed, position, choice, PURPOSE, ids)
-    noisy = tl.where(listed & (distance <= cut), gumbel(words) - distance, -INF)
+def cut_of_many(own, count, cut, limit, k, p, LIST: tl.constexpr):
+    """`cut_of_list` by bisection."""
+    slots = tl.arange(0, LIST)
+    listed = slots < count
+    bits = tl.load(own + LIST + slots, mask=listed, other=INF_BITS)
+    cut = tl.minimum(cut, distance_from(cut_of(bits, tl.where(listed, 1, 0), k, limit)))
+    if p < 1.0:
+        distance = distance_from(bits)
+        mass = tl.where(distance <= cut, mass_of(distance), 0)
+        wanted = wanted_mass(tl.sum(mass, 0), p)
+        cut = tl.minimum(cut, distance_from(cut_of(bits, mass, wanted, limit)))
+    return cut
+
+
+@triton.jit
+def cut_of_list(own, count, cut, limit, k, p, LIST: tl.constexpr, FEW: tl.constexpr, OTHERS: tl.constexpr):
+    """The distance at which top-k and top-p cut listed tokens. own: where `shortlist` put their ids, and LIST further their distances.
+    cut: of min-p. limit: bits of a distance that none of them exceeds."""
+    found = cut_of_few(own, count, cut, k, p, LIST, FEW, OTHERS) if count <= FEW else cut_of_many(own, count, cut, limit, k, p, LIST)
+    return found
+
+
+@triton.jit
+def draw_listed(own, count, cut, seed, position, choice, LIST: tl.constexpr, SIZE: tl.constexpr):
+    """The draw among listed tokens, at most SIZE, at a distance <= cut."""
+    slots = tl.arange(0, SIZE)
+    listed = slots < count
+    ids = tl.load(own + slots, mask=listed, other=0)
+    distance = distance_from(tl.load(own + LIST + slots, mask=listed, other=INF_BITS))
+    noisy = tl.where(listed & (distance <= cut), gumbel(random_words_of(seed, position, choice, PURPOSE, ids)) - distance, -INF)
     return tl.min(tl.where(listed & (noisy == tl.max(noisy, 0)), ids, NOWHERE), 0)

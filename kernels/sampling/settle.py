@@ -15,12 +15,15 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from modelrunner.kernels.sampling.noise import exact_log
 from modelrunner.kernels.sampling.scan import GREEDY_LIMIT, INF, LN2, draw_key, is_short, peak_of
 from modelrunner.kernels.sampling.search import (
+    FEW,
     NO_MASS,
+    OTHERS,
     best_token,
+    cut_of_list,
     distance_at,
     distance_of,
     draw,
-    draw_from_list,
+    draw_listed,
     kth_of_row,
     load_chunk,
     mass_of,
@@ -70,13 +73,15 @@ def _settle_drawn(
     if top_k is not None:
         k = tl.load(top_k + line)
         if is_short(k):
-            own = scratch + row * (GROUPS + LIST)
+            own = scratch + row * (GROUPS + 2 * LIST)
             groups = chunks * (CHUNK // GROUP)
             count, limit = shortlist(logits, vocab, group_peaks + row * groups, groups, own, best, heat, k, GROUP, GROUPS, TILE, LIST)
             if count <= LIST:
-                slots = tl.arange(0, LIST)
-                ids = tl.load(own + GROUPS + slots, mask=slots < count, other=0)
-                token = draw_from_list(logits, ids, slots < count, best, heat, cut, limit, k, p, key, where, which)
+                near = cut_of_list(own + GROUPS, count, cut, limit, k, p, LIST, FEW, OTHERS)
+                if count <= FEW:
+                    token = draw_listed(own + GROUPS, count, near, key, where, which, LIST, FEW)
+                else:
+                    token = draw_listed(own + GROUPS, count, near, key, where, which, LIST, LIST)
             else:  # no race was held: any chunk may hold the winner
                 tl.store(times + row * chunks + places, tl.zeros_like(peak), mask=places < chunks)
                 tl.debug_barrier()

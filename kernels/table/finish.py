@@ -24,7 +24,7 @@ MAX_ROWS = 32  # of a program
 @triton.jit
 def update_rows(
     i, live, query_len, samples, tokens, num_tokens, ok,
-    token_ids_ptr, computed_ptr, known_ptr, finished_ptr, limit_ptr, num_accepted_ptr, seat_ptr, stop_ids_ptr,
+    token_ids_ptr, computed_ptr, known_ptr, finished_ptr, limit_ptr, num_accepted_ptr, seat_ptr, stop_ids_ptr, ends_ptr,
     row, length, S, WIDTH: tl.constexpr, STOPS: tl.constexpr,
 ):  # fmt: skip
     """`update_state` of a block of rows. tokens: [rows, WIDTH]. Returns num_tokens and finish; dead rows write no column."""
@@ -41,7 +41,10 @@ def update_rows(
     stop_ids = tl.load(stop_ids_ptr + seat[:, None] * S + place, mask=seated, other=0)
     room = tl.maximum(tl.where(sampling & ok, tl.minimum(num_tokens, limit - known), 0), 0)
     same = (tokens[:, :, None] == stop_ids[:, None, :].to(tl.int64)) & seated[:, None, :]
-    stops = (tl.max(same.to(tl.int32), 2) > 0) & (step < room[:, None])
+    stops = tl.max(same.to(tl.int32), 2) > 0
+    if ends_ptr is not None:
+        stops = stops | (step + 1 == tl.load(ends_ptr + i, mask=live, other=0)[:, None])
+    stops = stops & (step < room[:, None])
     first_stop = tl.min(tl.where(stops, step, WIDTH), 1)
     num_tokens = tl.minimum(room, first_stop + 1)
 
@@ -100,7 +103,7 @@ _ANY_SIZE = ["N"]
 @triton.jit(do_not_specialize=_ANY_SIZE)
 def finish_kernel(
     rows_ptr, query_len_ptr, samples_ptr, tokens_ptr, num_tokens_ptr, ok_ptr,
-    token_ids_ptr, computed_ptr, known_ptr, finished_ptr, limit_ptr, num_accepted_ptr, seat_ptr, stop_ids_ptr, finish_ptr,
+    token_ids_ptr, computed_ptr, known_ptr, finished_ptr, limit_ptr, num_accepted_ptr, seat_ptr, stop_ids_ptr, ends_ptr, finish_ptr,
     ring_ptr, counter_ptr, generations_ptr, num_drafted_ptr, N, length, S, token_stride, E, entry_stride, row_stride,
     K1: tl.constexpr, WIDTH: tl.constexpr, STOPS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -125,7 +128,7 @@ def finish_kernel(
         generation = tl.load(generations_ptr + i, mask=live, other=0)
     num_tokens, finish = update_rows(
         i, live, query_len, samples, tokens, num_tokens, ok,
-        token_ids_ptr, computed_ptr, known_ptr, finished_ptr, limit_ptr, num_accepted_ptr, seat_ptr, stop_ids_ptr,
+        token_ids_ptr, computed_ptr, known_ptr, finished_ptr, limit_ptr, num_accepted_ptr, seat_ptr, stop_ids_ptr, ends_ptr,
         row, length, S, WIDTH, STOPS,
     )  # fmt: skip
     if num_tokens_ptr is not None:
@@ -177,6 +180,7 @@ def finish_step(
     num_accepted: torch.Tensor,
     stop_seat: torch.Tensor,
     stop_ids: torch.Tensor,
+    ends: torch.Tensor | None = None,
     num_drafted: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`update_state` and `write_record` in one launch, with their arguments. Returns finish [N] int32.
@@ -191,7 +195,7 @@ def finish_step(
     entries, entry_stride, row_stride = (0, 0, 0) if ring is None else (ring.shape[0], ring.stride(0), ring.stride(1))
     finish_kernel[(triton.cdiv(n, block),)](
         rows, query_len, samples, tokens, num_tokens, ok,
-        token_ids, computed, known, finished, limit, num_accepted, stop_seat, stop_ids, finish,
+        token_ids, computed, known, finished, limit, num_accepted, stop_seat, stop_ids, ends, finish,
         ring, counter, generations, num_drafted,
         n, token_ids.stride(0), stop_ids.shape[1], tokens.stride(0), entries, entry_stride, row_stride,
         k1, width, stops, block, num_warps=min(max(stops * width // TILE, 1), 8), **pdl(rows),
@@ -199,9 +203,9 @@ def finish_step(
     return finish
 
 
-def update_state(rows: torch.Tensor, *arguments: torch.Tensor) -> torch.Tensor:
+def update_state(rows: torch.Tensor, *arguments: torch.Tensor | None) -> torch.Tensor:
     """See the reference."""
-    return finish_step(None, None, None, rows, *arguments)
+    return finish_step(None, None, None, rows, *arguments)  # type: ignore[arg-type]
 
 
 def write_record(

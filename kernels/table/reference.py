@@ -40,6 +40,7 @@ def update_state(
     num_accepted: torch.Tensor,
     stop_seat: torch.Tensor,
     stop_ids: torch.Tensor,
+    ends: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Append what the step sampled and decide who is finished. Changes the columns and `num_tokens` in place.
 
@@ -47,9 +48,10 @@ def update_state(
     num_tokens [N] int32: in, sampled tokens; out, those that count (0 unless the row samples and is ok; cut after a stop id and at the
     limit).
     Columns: token_ids [R, L]; computed, known, finished, limit, num_accepted [R] int32; stop_seat [R] int32, -1 for none;
-    stop_ids [seats+1, width] int32 filled up with -1.
+    stop_ids [seats+1, width] int32 filled up with -1. ends: [N] int32, after how many of its tokens a row's output is complete, 0 if none
+    does that (see `walk_tokens`); it ends there as with a stop id. None: no row's is.
     computed grows by the query tokens that count (all of them, less rejected drafts), which num_accepted reports; known by num_tokens.
-    Returns finish [N] int32: STOP if the last token that counts is a stop id, else LENGTH if known reached limit; ERROR if not ok.
+    Returns finish [N] int32: STOP if the last token that counts ends the output, else LENGTH if known reached limit; ERROR if not ok.
     """
     row = rows.long()
     alive = query_len > 0
@@ -59,7 +61,10 @@ def update_state(
 
     room = torch.where(sampling & ok, torch.minimum(num_tokens, limit_row - known_old), 0).clamp_(min=0)
     seat = stop_seat[row].long()
-    stops = (tokens.unsqueeze(-1) == stop_ids[seat].unsqueeze(1)).any(-1) & (seat >= 0).unsqueeze(-1) & (step < room.unsqueeze(-1))
+    stops = (tokens.unsqueeze(-1) == stop_ids[seat].unsqueeze(1)).any(-1) & (seat >= 0).unsqueeze(-1)
+    if ends is not None:
+        stops |= step + 1 == ends.unsqueeze(-1)
+    stops &= step < room.unsqueeze(-1)
     first_stop = torch.where(stops, step, tokens.shape[1]).amin(-1)
     num_tokens.copy_(torch.minimum(room, first_stop + 1))
 

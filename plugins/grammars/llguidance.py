@@ -7,6 +7,7 @@ from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper, grammar_from
 
+from modelrunner.automaton import Automaton, of_choice
 from modelrunner.grammar import Grammar, GrammarBackend, Mask, Matcher, Vocabulary
 from modelrunner.settings import RunnerSettings
 from modelrunner.structured_outputs import StructuredOutputsParams
@@ -30,6 +31,12 @@ class LLGuidance(GrammarBackend):
         if matcher.is_error():
             raise ValueError(matcher.get_error())
         return LLGuidanceGrammar(matcher)
+
+    def automaton(self, params: StructuredOutputsParams, max_states: int) -> Automaton:
+        """Of choices alone: the library does not show what it makes of the rest."""
+        if params.choice is None:
+            raise ValueError("llguidance gives automata of choices only")
+        return of_choice(params.choice, max_states)
 
     def _source(self, params: StructuredOutputsParams) -> str:
         """The grammar in the library's own form."""

@@ -8,7 +8,9 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
+from modelrunner.automaton import Automaton, of_choice
 from modelrunner.grammar import Grammar, GrammarBackend, Mask, Matcher, Vocabulary
+from modelrunner.plugins.grammars.ebnf import automaton_of
 from modelrunner.settings import GrammarSettings, RunnerSettings
 from modelrunner.structured_outputs import StructuredOutputsParams
 
@@ -22,7 +24,7 @@ class XGrammar(GrammarBackend):
     def __init__(self, vocabulary: Vocabulary, settings: RunnerSettings) -> None:
         super().__init__(vocabulary, settings)
         own, xgrammar = settings.grammar, import_module("xgrammar")  # it imports torch, and takes its time
-        self._new_matcher = xgrammar.GrammarMatcher
+        self._new_matcher, self._grammar = xgrammar.GrammarMatcher, xgrammar.Grammar
         info = xgrammar.TokenizerInfo(
             list(vocabulary.tokens),
             vocab_type=xgrammar.VocabType.RAW,
@@ -49,6 +51,20 @@ class XGrammar(GrammarBackend):
         if params.json is not None:
             return compiler.compile_json_schema(str(params.json), **self._whitespace)
         return compiler.compile_json_schema(OBJECT, strict_mode=False, **self._whitespace)
+
+    def automaton(self, params: StructuredOutputsParams, max_states: int) -> Automaton:
+        """From the rules that the library makes of what is asked for, so that both ways allow the same."""
+        if params.choice is not None:
+            return of_choice(params.choice, max_states)
+        if params.regex is not None:
+            rules = self._grammar.from_regex(params.regex)
+        elif params.grammar is not None:
+            rules = self._grammar.from_ebnf(params.grammar)
+        elif params.json is not None:
+            rules = self._grammar.from_json_schema(str(params.json), **self._whitespace)
+        else:
+            raise ValueError("any JSON object nests as deep as it likes")
+        return automaton_of(str(rules), max_states)
 
 
 def whitespace(settings: GrammarSettings) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import pytest
 from grammar_world import written
 
 from modelrunner import SamplingParams, StructuredOutputsParams
+from modelrunner.batch import MASKED
 from modelrunner.testing import Driver, EngineProbe, P, assert_same, dense
 
 jsonschema = pytest.importorskip("jsonschema")
@@ -43,8 +44,10 @@ def obeys(i: int, text: str) -> bool:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_masks_touch_only_their_own_rows(depth: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("way", ["device", "host"])
+def test_masks_touch_only_their_own_rows(way: str, depth: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MODELRUNNER_GRAMMAR__MAX_WHITESPACE", "0")
+    monkeypatch.setenv("MODELRUNNER_GRAMMAR__AUTOMATON_MEMORY", "1" if way == "device" else "0")
     subject = dense()
     driver = Driver(subject.engine(rows=8, tokens=24, depth=depth, prefix=False, device=device, device_seed=depth))
     probe = EngineProbe(driver)
@@ -58,8 +61,9 @@ def test_masks_touch_only_their_own_rows(depth: int, device: str, monkeypatch: p
         while driver.engine.has_unfinished():
             driver.step()
             rows = driver.engine.scheduler.rows
-            filling = rows.guided & rows.active & (rows.computed_upper < rows.num_prompt)
-            sampling = rows.guided & rows.active & (rows.computed_upper >= rows.num_prompt)
+            constrained = rows.active & (rows.features & int(MASKED) != 0)
+            filling = constrained & (rows.computed_upper < rows.num_prompt)
+            sampling = constrained & (rows.computed_upper >= rows.num_prompt)
             mixed += bool(filling.any() and sampling.any())
             held += bool(rows.held.any() and (rows.active & ~rows.held).any())
         for i, params in enumerate(KINDS):
@@ -69,5 +73,8 @@ def test_masks_touch_only_their_own_rows(depth: int, device: str, monkeypatch: p
                 assert result.finish_reason == "stop"
                 assert obeys(i, written(result.token_ids))
     assert mixed, "no constrained request was in mid-prefill while another was sampled"
-    assert held or depth == 1, "no row was held while another ran"
+    assert bool(held) == (depth > 1 and way == "host"), "rows of guides are held while others run, and no others"
+    ways = driver.engine.guides.ways
+    assert {each.partition(":")[0] for each in ways} == {way}
+    assert ways.total() == 3 * 24
     probe.assert_clean()

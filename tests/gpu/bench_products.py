@@ -301,7 +301,7 @@ def main() -> None:
     parser.add_argument("--rows", default="1,8,32,64,128", help="of Qwen3-0.6B")
     parser.add_argument("--large-rows", default="1,32", help="of Qwen3-8B; none: leave it out")
     parser.add_argument("--sweep", default="all", help="for which of these rows; none: the shipped configurations alone")
-    parser.add_argument("--streams", action="store_true", help="above 32 rows sweep no other tiles")
+    parser.add_argument("--streams", action="store_true", help="above 8 rows sweep no other tiles")
     parser.add_argument("--sums", action="store_true", help="also the launch that adds parts, in other shapes")
     parser.add_argument("--processes", type=int, default=14)
     parser.add_argument("--seconds", type=float, default=240, help="when the sweep of a model ends")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product as product_of
 
 from modelrunner.kernels.linear.plan import Gemv, Stream, Tiles, plan
 
@@ -79,28 +80,33 @@ def fits(config: Tiles, product: Product, rows: int) -> bool:
 def streams(product: Product, rows: int) -> Iterator[Stream]:
     """Tiles of `stream_kernel` in about one wave of programs, with a pipeline that fills half of the shared memory or all of it."""
     pair, bt = 2 if product.kind == "gated" else 1, min(128 if product.small else 256, max(16, 1 << (rows - 1).bit_length()))
-    for bn, warps in ((64, 4), (64, 8), (128, 8)):
+    rows_of_tile = [bt, 64] if 128 < rows <= 192 else [bt]
+    for bt, (bn, warps) in product_of(rows_of_tile, ((64, 4), (64, 8), (128, 8))):
         sums = pair * bn * bt // (warps * 32)  # that a thread keeps
         if sums > 128 or (warps == 8 and (bt < 64 or (sums < 64 and bn == 64))):
             continue
-        for split in (1, 2, 3, 4, 8) if product.small else (1, 2, 3, 4):
-            for bk in (64, 128, 256, 512):
-                programs = product.outputs // bn * split * -(-rows // bt)
-                fine = bk * bn * pair >= 8192 or product.small
-                if product.inner % (bk * split) == 0 and (48 if product.small else 90) <= programs <= 260 and fine:
-                    shared = SHARED[programs <= 132 or bt <= 32]
-                    yield from _streams((bt, bn, bk, split, warps), product.inner, 2 * bk * bn * pair, 2 * bk * bt, shared, sums)
+        for split, bk in product_of((1, 2, 3, 4, 8) if product.small else (1, 2, 3, 4), (64, 128, 256, 512)):
+            programs = product.outputs // bn * split * -(-rows // bt)
+            fine = bk * bn * pair >= 8192 or product.small
+            if product.inner % (bk * split) == 0 and (48 if product.small else 90) <= programs <= 260 and fine:
+                one = programs <= 132 or bt <= 32
+                yield from _streams((bt, bn, bk, split, warps), product.inner, 2 * bk * bn * pair, 2 * bk * bt, one, sums)
 
 
-def _streams(shape: tuple[int, int, int, int, int], inner: int, weights: int, x: int, shared: int, sums: int) -> Iterator[Stream]:
-    """Pipelines for tiles of so many bytes, as deep as fits and is of use: x in it, or through registers."""
+def _streams(shape: tuple[int, int, int, int, int], inner: int, weights: int, x: int, one: bool, sums: int) -> Iterator[Stream]:
+    """Pipelines for tiles of so many bytes, as deep as fits and is of use: x in it, or through registers. one: program a multiprocessor.
+
+    Of those that fill before the input is there, half-size ones too: beside such a program there is room for the next product's.
+    """
     steps = inner // (shape[2] * shape[3])
-    if shared // (weights + x) >= 2 <= steps:
-        yield Stream(*shape, min(8, steps + 1, shared // (weights + x)), max(256, shape[2]))
+    if SHARED[one] // (weights + x) >= 2 <= steps:
+        yield Stream(*shape, min(8, steps + 1, SHARED[one] // (weights + x)), max(256, shape[2]))
     for early in (1, 2):
-        registers, stages = sums + early * x // (128 * shape[4]), (shared + 6000 - early * x) // (early * weights)
-        if registers <= 170 and stages >= min(4 - early, steps // early + 1) and steps % early == 0:
-            yield Stream(*shape, min(12 // early, stages, steps // early + 1), early=early)
+        registers = sums + early * x // (128 * shape[4])
+        for shared in SHARED[: 1 + one]:
+            stages = (shared + 3000 * (1 + one) - early * x) // (early * weights)
+            if registers <= 170 and stages >= min(4 - early, steps // early + 1) and steps % early == 0:
+                yield Stream(*shape, min(12 // early, stages, steps // early + 1), early=early)
 
 
 def heads(rows: int) -> list[Config]:
@@ -124,9 +130,9 @@ def candidates(product: Product, rows: int, only_streams: bool = False) -> Itera
             if bk <= product.inner and 24 <= registers <= 128 and 128 <= product.outputs // bn <= 1100:
                 yield Gemv(bn, bk, warps)
         return
-    if rows > 32 or not product.small:
+    if rows > 8 or not product.small:
         yield from streams(product, rows)
-    if product.weight_shape[0] * product.inner >= 2**26 or (only_streams and rows > 32):
+    if product.weight_shape[0] * product.inner >= 2**26 or (only_streams and rows > 8):
         return
     for bt in {min(top, max(16, 1 << (rows - 1).bit_length())) for top in (32, 64)}:
         for bn, bk, warps, stages, least in TILES:

@@ -156,7 +156,16 @@ def test_the_kernels_depend_on_shapes_alone() -> None:
     assert plan(8, 4096, 1024, 32, False, True, False) is None
     assert plan(1, 4096, 1001, 16, False, False, False) is None
     assert plan(65, 4096, 1024, 16, False, True, False) is None
-    assert plan(129, 1024, 2048, 16, False, False, False) is None
+    assert (
+        plan(129, 1024, 2048, 16, False, False, False)
+        == plan(256, 1024, 2048, 16, False, False, False)
+        == Stream(128, 64, 128, 4, 4, 4, 256)
+    )
+    assert plan(129, 1024, 2048, 16, False, False, False, streams=False) is None
+    assert [plan(rows, 4096, 4096, 16, False, True, False) for rows in (129, 256)] == [None, None]
+    assert plan(257, 1024, 2048, 16, False, False, False) is None
+    assert plan(64, 4096, 1024, 16, False, True, False) == Stream(64, 64, 128, 1, 4, 6, 256)
+    assert plan(64, 12288, 4096, 16, True, True, False) == Stream(64, 128, 128, 1, 8, 3, early=1)
     assert plan(32, 6144, 4096, 16, False, True, False) == Stream(32, 64, 256, 1, 4, 4, 256)
     assert plan(32, 6144, 4096, 16, False, True, False, streams=False) is None
     assert isinstance(plan(32, 4096, 12288, 16, False, False, False, streams=False), Tiles)
@@ -189,15 +198,19 @@ def test_a_program_holds_no_more_weights_than_shared_memory() -> None:
 
 def test_a_stream_fits_in_shared_memory() -> None:
     """Whatever of it is in flight, with programs enough to keep memory busy."""
-    for rows in (3, 8, 16, 17, 32, 33, 64, 65, 128):
-        for outputs, inner in [(6144, 4096), (4096, 4096), (4096, 12288), (12288, 4096), (8192, 8192), (5120, 25600), (2048, 16384)]:
-            for gated in (False, True):
-                tiles = plan(rows, outputs, inner, 16, gated, gated, False)
-                assert isinstance(tiles, Stream)
-                assert 2 * tiles.bk * (tiles.bn * (1 + gated) + tiles.bt) * tiles.stages <= 226_000
-                assert tiles.stages >= 3
-                assert outputs // tiles.bn * tiles.split >= 90
-                assert inner % (tiles.bk * tiles.split) == 0
+    large = [(6144, 4096), (4096, 4096), (4096, 12288), (12288, 4096), (8192, 8192), (5120, 25600), (2048, 16384)]
+    cases = [(rows, *shape, gated) for rows in (3, 8, 16, 17, 32, 33, 64, 65, 128) for shape in large for gated in (False, True)]
+    cases += [(rows, 1024, inner, False) for rows in (129, 200, 256) for inner in (2048, 3072)]
+    cases += [(rows, *shape) for rows in (129, 200, 256) for shape in [(4096, 1024, False), (3072, 1024, True)]]
+    for rows, outputs, inner, gated in cases:
+        tiles = plan(rows, outputs, inner, 16, gated, gated, False)
+        assert isinstance(tiles, Stream)
+        for way in (tiles, tiles.late(gated)):
+            held = way.bk * way.bn * (1 + gated) * max(way.early, 1) * way.stages + way.bk * way.bt * (way.early or way.stages)
+            assert 2 * held <= 231_000
+            assert way.stages >= (3 if way == tiles else 2)
+        assert outputs // tiles.bn * tiles.split * -(-rows // tiles.bt) >= 90
+        assert inner % (tiles.bk * tiles.split) == 0
 
 
 def test_a_device_without_dependent_launches_has_a_pipeline() -> None:

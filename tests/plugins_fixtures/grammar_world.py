@@ -11,8 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
+import torch
+
 from modelrunner import Offer, hookimpl
-from modelrunner.grammar import BITS, Grammar, GrammarBackend, Mask, Matcher
+from modelrunner.automaton import MAX_STATES, Automaton, of_choice
+from modelrunner.grammar import BITS, Grammar, GrammarBackend, Mask, Matcher, Vocabulary
+from modelrunner.kernels.automata.cpu import mask_states
+from modelrunner.plugins.grammars.ebnf import automaton_of
 from modelrunner.structured_outputs import StructuredOutputsParams
 from modelrunner.testing.byte_tokenizer import ByteTokenizer
 
@@ -83,3 +89,55 @@ class ChoicePlugin:
     @hookimpl
     def grammar_backend(self) -> Any:
         return Offer("choices", lambda: ChoiceBackend, "exact", replaces=frozenset({"xgrammar"}))
+
+
+class TableGrammar(Grammar):
+    """An automaton followed on the host, with the masks of all states made beforehand: as cheap as matchers can be."""
+
+    def __init__(self, automaton: Automaton, vocabulary: Vocabulary) -> None:
+        self.automaton, self.vocabulary = automaton, vocabulary
+        text, states = vocabulary.packed, automaton.num_states
+        masks = torch.zeros(states + 1, max(2, vocabulary.words), dtype=torch.int32)
+        given = (torch.from_numpy(automaton.edges), torch.from_numpy(automaton.accepting.astype(np.uint8)))
+        tokens = (torch.from_numpy(text.start), torch.from_numpy(text.text.copy()), text.longest, torch.from_numpy(text.stops))
+        mask_states(0, states, *given, *tokens, masks, torch.zeros(states, dtype=torch.uint8))
+        self.masks = masks.numpy()[:, : vocabulary.words]
+
+    def matcher(self) -> Matcher:
+        return TableMatcher(self)
+
+
+class TableMatcher(Matcher):
+    def __init__(self, grammar: TableGrammar) -> None:
+        self.grammar, self.state = grammar, 0
+
+    def accept(self, token_id: int) -> bool:
+        self.state = self.grammar.automaton.walk(self.state, self.grammar.vocabulary.tokens[token_id])
+        return self.state >= 0
+
+    def fill(self, mask: Mask) -> None:
+        mask[:] = self.grammar.masks[self.state]
+
+
+class TableBackend(GrammarBackend):
+    """Knows choices, and as `grammar` the EBNF that XGrammar prints, without that library."""
+
+    def automaton(self, params: StructuredOutputsParams, max_states: int) -> Automaton:
+        if params.choice is not None:
+            return of_choice(params.choice, max_states)
+        if params.grammar is not None:
+            return automaton_of(params.grammar, max_states)
+        raise ValueError("only choices and rules")
+
+    def compile(self, params: StructuredOutputsParams) -> Grammar:
+        return TableGrammar(self.automaton(params, MAX_STATES), self.vocabulary)
+
+
+class TablePlugin:
+    """Offers `TableBackend` beside what is installed, and wins."""
+
+    MODELRUNNER_API = ">=1,<2"
+
+    @hookimpl
+    def grammar_backend(self) -> Any:
+        return Offer("tables", lambda: TableBackend, "exact", replaces=frozenset({"xgrammar"}))

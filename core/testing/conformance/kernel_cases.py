@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from modelrunner.testing.conformance.automata_cases import AUTOMATA_CASES
 from modelrunner.testing.conformance.logits_cases import LOGITS_CASES
 from modelrunner.testing.conformance.logprobs_cases import LOGPROBS_CASES
 from modelrunner.testing.conformance.speculation_cases import SPECULATION_CASES
@@ -206,6 +207,7 @@ CASES: dict[str, tuple[Case, Sequence[tuple[Any, ...]]]] = {
     "sample": (sample, DRAWS),
     "sample_rows": (sample_rows, DRAWS),
     "gumbel_noise": (gumbel_noise, ((1, 1), (7, 331))),
+    **AUTOMATA_CASES,
     **LOGITS_CASES,
     **LOGPROBS_CASES,
     **SPECULATION_CASES,

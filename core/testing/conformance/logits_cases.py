@@ -56,7 +56,8 @@ def count_tokens(ops: Any, draw: Any, rows: int, vocab: int) -> Any:
 
 
 def edit_logits(ops: Any, draw: Any, rows: int, vocab: int, parts: str, slots: int = 1) -> Any:
-    """parts: a letter for each of allow list, bias, stop ids, bad words and penalties. slots: lines of a row, each with one draft more."""
+    """parts: a letter for each of allow list, bias, stop ids, bad words, penalties and masks of automata. slots: lines of a row, each with
+    one draft more."""
     table = Table.made(draw, rows, vocab)
     logits = draw.noise(rows * slots, vocab + 3)[:, :vocab]
     kept, lines = logits.clone(), table.known.shape[0]
@@ -72,17 +73,33 @@ def edit_logits(ops: Any, draw: Any, rows: int, vocab: int, parts: str, slots: i
     counts[-1] = 0
     factors = (0.5 + draw.uniform(lines), 2 * draw.uniform(lines) - 1, 2 * draw.uniform(lines) - 1)
     given = {
-        "a": (table.seats, draw.integers(-(2**31), 2**31, table.num_seats + 1, -(-vocab // 32), dtype=torch.int32)),
+        "a": (table.seats, draw.integers(-(2**31), 2**31, table.num_seats + 1, max(2, -(-vocab // 32)), dtype=torch.int32)),
         "b": (table.seats, torch.cat((ids, values), 1)),
         "s": (table.seats, table.lists(draw, vocab, ENTRIES), table.known + draw.integers(-1, 2, lines, dtype=torch.int32)),
         "w": (table.seats, words),
         "p": (table.seats, counts, *factors),
+        "m": states_of(draw, lines, vocab),
     }
     chosen = [value if name in parts else None for name, value in given.items()]
     rows_of_lines = table.own.repeat_interleave(slots)
     ahead = [] if slots == 1 else [torch.arange(slots, dtype=torch.int32, device=draw.device).repeat(rows)]
     edited = ops.edit_logits(logits, rows_of_lines, table.known, table.prompt_len, table.token_ids, *chosen, *ahead)
     return edited, logits - kept
+
+
+def states_of(draw: Any, lines: int, vocab: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A state for some rows, several of them in the same one, and the masks of four states."""
+    masks = draw.integers(-(2**31), 2**31, 5, max(2, -(-vocab // 32)), dtype=torch.int32)
+    return draw.integers(-1, 4, lines, dtype=torch.int32), masks
+
+
+def mask_logits(ops: Any, draw: Any, rows: int, vocab: int, parts: str) -> Any:
+    """In place, with what lies beside the logits."""
+    table, wide = Table.made(draw, rows, vocab), draw.noise(rows, vocab + 3)
+    masks = draw.integers(-(2**31), 2**31, table.num_seats + 1, max(2, -(-vocab // 32)), dtype=torch.int32)
+    allowed, automata = (table.seats, masks), states_of(draw, table.known.shape[0], vocab)
+    ops.mask_logits(wide[:, :vocab], table.own, allowed if "a" in parts else None, automata if "m" in parts else None)
+    return wide
 
 
 def _lead(words: torch.Tensor, table: Table) -> None:
@@ -97,13 +114,15 @@ def _lead(words: torch.Tensor, table: Table) -> None:
 
 
 SIZES = ((1, 5), (5, 70), (4, 4100))
+PARTS = ("abswp", "a", "b", "s", "w", "p", "bp", "m", "abswpm")
 LOGITS_CASES: dict[str, tuple[Any, Any]] = {
     "count_tokens": (count_tokens, SIZES),
     "edit_logits": (
         edit_logits,
         (
-            *((*size, parts) for size in SIZES[1:] for parts in ("abswp", "a", "b", "s", "w", "p", "bp")),
-            *((5, 70, parts, 3) for parts in ("abswp", "a", "p", "bp")),
+            *((*size, parts) for size in SIZES[1:] for parts in PARTS),
+            *((5, 70, parts, 3) for parts in ("abswp", "a", "p", "bp", "abswpm")),
         ),
     ),
+    "mask_logits": (mask_logits, tuple((*size, parts) for size in SIZES for parts in ("a", "m", "am"))),
 }

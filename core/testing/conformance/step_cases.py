@@ -187,7 +187,8 @@ def update_state(ops: Any, draw: Draw, size: Size, draft: int) -> Any:
     stop_ids[:, 4:] = -1
     c["token_ids"] = torch.cat((c["token_ids"], c["token_ids"][:, : 1 + draft]), 1)
     state = [c[name] for name in ("token_ids", "computed", "known", "finished", "limit", "num_accepted")]
-    finish = ops.update_state(step.rows, batch["query_len"], batch["samples"], tokens, num_tokens, ok, *state, seats, stop_ids)
+    ends = (draw.integers(0, 2 + draft, n, dtype=torch.int32),) if size.prefill else ()
+    finish = ops.update_state(step.rows, batch["query_len"], batch["samples"], tokens, num_tokens, ok, *state, seats, stop_ids, *ends)
     return finish, num_tokens, state
 
 
