@@ -13,10 +13,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from modelrunner.batch import Patch
+from modelrunner.encoding import NoMedia
 from modelrunner.errors import RequestError
 from modelrunner.forks import Forks
 from modelrunner.page_pool import Int32Array, PagePool
-from modelrunner.prefix_cache import Hit, PageKeys, PrefixCache, root_key
+from modelrunner.prefix_cache import Hit, PageKeys, PrefixCache, media_spans, root_key
 from modelrunner.request import Request, Status
 from modelrunner.rows import HostRows
 from modelrunner.waiting import Entry, Seats, WaitingQueue
@@ -44,7 +45,8 @@ class Admission:
     """Requests by id, rows by holder, and the way between queue and rows.
 
     entries: every unfinished request by id. holders: per row the entry that holds it. refused: requests that `on_admit` raised for.
-    parked: requests by id that wait, but not in the queue: the mask of their next token is not there (see `guides`).
+    parked: requests by id that wait, but not in the queue: the mask of their next token is not there (see `guides`), or what they are to
+    compute first is not encoded (see `encoding`).
     """
 
     def __init__(
@@ -61,8 +63,12 @@ class Admission:
         chunked: bool,
         caching: bool,
         cache_seed: bytes,
+        media: NoMedia | None = None,
         shifted: bool = False,
     ) -> None:
+        """media: what the requests' media are encoded by."""
+        self.media = media or NoMedia()
+        self.media.rows = rows
         self.queue = WaitingQueue(by_priority)
         self.forks = Forks()
         self.seats = Seats(seats)
@@ -99,6 +105,7 @@ class Admission:
         request.status = Status.WAITING
         entry = self.entries[request.id] = Entry(request, plain, seated)
         self.forks.join(request)
+        self._wait_for_media(entry)
         self._enqueue(entry, parked=request.guide is not None)
 
     def _split_values(self, request: Request) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -119,10 +126,15 @@ class Admission:
             self.queue.push(entry)
 
     def unpark(self, request: Request) -> None:
-        """The request's next token has its mask."""
+        """What the request was parked for is there."""
         self._enqueue(self.parked.pop(request.id), parked=False)
 
+    def _wait_for_media(self, entry: Entry, parked: bool = False) -> None:
+        if entry.request.media is not None:
+            self.media.wait(entry.request, self._hit(entry, entry.tokens()).length, parked=parked)
+
     def _refuse_misfit(self, request: Request) -> None:
+        self.media.check(request)
         prompt, limit = len(request.prompt_token_ids), request.limit
         if not 0 < prompt < limit <= self._rows.max_model_len:
             raise RequestError(
@@ -154,12 +166,14 @@ class Admission:
     def requeue(self, entry: Entry, parked: bool = False) -> None:
         """Let a request that gave up its row wait again, at its old place. parked: its row was held."""
         entry.request.status = Status.PREEMPTED if entry.request.num_preemptions else Status.WAITING
+        self._wait_for_media(entry)
         self._enqueue(entry, parked)
 
     def forget(self, request: Request) -> None:
         """The request has ended: it holds no row (any more)."""
         waiting = request.status in (Status.WAITING, Status.PREEMPTED)
         request.status = Status.FINISHED
+        self.media.forget(request)
         self.entries.pop(request.id)
         if waiting and self.parked.pop(request.id, None) is None and not self.forks.is_held(request):
             self.queue.dropped()
@@ -198,6 +212,11 @@ class Admission:
         while (entry := self.candidate(budget)) is not None:
             tokens = entry.tokens()
             hit = self._hit(entry, tokens)
+            able = self.media.limit(entry.request, hit.length)
+            if able <= hit.length or (able < tokens.size and not self._chunked):
+                self.parked[entry.request.id] = self.queue.pop()
+                self._wait_for_media(entry, parked=True)
+                continue
             whole = 1 if self._chunked else max(len(entry.request.prompt_token_ids) - hit.length, 1)
             if budget < whole or not self._fits(entry, tokens.size, hit):
                 return None
@@ -207,7 +226,7 @@ class Admission:
             if builder.num_words and not builder.fits(builder.row_words({**values, **entry.seated})):
                 self._on_remove(self._free_rows[-1], entry.request)
                 return None
-            chunk = min(budget, tokens.size - hit.length)
+            chunk = min(budget, min(tokens.size, able) - hit.length)
             self._enter(entry, tokens, hit, chunk, values)
             try:
                 builder.row(entry.request.row, values)
@@ -231,7 +250,7 @@ class Admission:
         """The root of its pages' keys. Without prefix caching nobody but those that share its prompt has the same one."""
         private = None if self._caching else request.fork
         root = root_key(self._cache_seed, request.extra.get("adapter"), request.cache_salt, request.cache_world, private)
-        return PageKeys(root, self._shifted)
+        return PageKeys(root, self._shifted, () if request.media is None else media_spans(request.media))
 
     def _is_blocked(self, entry: Entry) -> bool:
         """Whether no page came back or entered the index since this entry did not fit: then it is not looked up again."""
@@ -287,6 +306,7 @@ class Admission:
         entry.seats = self.seats.take(entry.seated)
         asked = request.features, request.guide is not None, request.num_draft
         rows.open(row, tokens, hit.length, len(request.prompt_token_ids), request.limit, *asked)
+        self.media.enter(row, request, hit.length)
         for pages in hit.pages:
             self._pool.retain(pages)
         one, upto, limit = np.array([row], np.int32), np.array([hit.length + chunk], np.int32), np.array([request.limit], np.int32)
@@ -351,6 +371,7 @@ class Admission:
                 chain = entry.keys.extend(rows.token_log[row], table.tokens_per_page, stop)
                 self._cache.insert(table.index, chain, table.pages[row], int(table.indexed[row]), stop)
         rows.close(row, self._pool)
+        self.media.leave(row)
         self.holders[row] = None
         self._leaving.append((row, entry.seats))
         entry.seats = {}
@@ -367,6 +388,7 @@ class Admission:
             if self._rows.last_ticket[row] < oldest:
                 self._free_rows.append(row)
                 self.seats.give(seats)
+                self.media.left(row)
             else:
                 staying.append((row, seats))
         self._leaving = staying
@@ -377,6 +399,7 @@ class Admission:
         assert np.array_equal(np.flatnonzero(self._rows.active), held), "active rows and held rows differ"
         every = sorted(held + self._free_rows + [row for row, _ in self._leaving])
         assert every == list(range(len(self.holders))), f"rows {every} are held, free or leaving, not each row once"
+        self.media.check_books([entry.request for entry in self.entries.values()])
         self.seats.check([entry.seats for entry in self.holders if entry is not None] + [seats for _, seats in self._leaving])
         running = {entry.request.id for entry in self.holders if entry is not None}
         queued = {entry.request.id for entry in self.queue.entries()}

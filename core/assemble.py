@@ -24,6 +24,8 @@ from modelrunner.errors import CapacityError, PluginError, SettingsError
 from modelrunner.grammar import GrammarBackend, vocabulary
 from modelrunner.graphs import capture_problem, decode_buckets, token_buckets, uncapturable
 from modelrunner.guides import COLUMN, Guides
+from modelrunner.media_setup import FIRST_EMBEDDINGS, MediaParts, open_media
+from modelrunner.media_steps import DELTA
 from modelrunner.model_state import CacheGroup, ModelState, Needs, No, Yes, required_features
 from modelrunner.observers import Observer
 from modelrunner.ops import Ops, Registry
@@ -73,6 +75,7 @@ class Assembly:
     scales: CacheScales
     runner: Runner
     observers: list[tuple[str, Observer]]
+    media: MediaParts
 
 
 def assemble(arguments: Mapping[str, Any], plugins: Sequence[object] = ()) -> Assembly:
@@ -115,7 +118,11 @@ def assemble(arguments: Mapping[str, Any], plugins: Sequence[object] = ()) -> As
     attending = {group.name: attention_backend(choose, group, device, scales) for layout in layouts for group in layout.groups}
     maker = CacheMaker(device, ops, settings, layouts, page_bytes, dtype, cache_dtype, attending, max_model_len, scales)
     cache, memory = maker.make_first(), ""
+    with blaming(f"the arena of media of model_state {choose.chosen['model_state']}"):
+        shifted = setup is not None and setup.needs.shifted
+        media = open_media(state, needs, settings, device, dtype, tokenizer, max_model_len, shifted)
     columns = [*core_columns(layouts, max_model_len), *sampler.columns(settings, needs.vocab_size), *needs.columns]
+    columns += [DELTA] if media.front.facts.position_rows > 1 and media.encoder is not None else []
     columns += () if setup is None else setup.columns
     with blaming(f"the request table with the columns of model_state {choose.chosen['model_state']}"):
         capacity = patch_capacity(settings, layouts, columns, masks=not guides.problem)
@@ -132,14 +139,17 @@ def assemble(arguments: Mapping[str, Any], plugins: Sequence[object] = ()) -> As
         cache.views,
         cache.backends,
         taps,
+        media.arena,
         drafting_of(setup, cache.backends, layouts),
     )
     with blaming("the runner with the buffers of a step"):
         runner = make_runner(parts, settings, max_model_len)
     with blaming(f"the first step of model_state {choose.chosen['model_state']}"):
+        if media.encodes:
+            media.try_out(FIRST_EMBEDDINGS)
         runner.warm_up()
         if maker.measured:
-            cache, use = maker.enlarge(runner)
+            cache, use = maker.enlarge(runner, media.try_out if media.encodes else None)
             memory = str(use)
         graphs = runner.capture()
     resolved = Resolved(
@@ -157,7 +167,7 @@ def assemble(arguments: Mapping[str, Any], plugins: Sequence[object] = ()) -> As
     )
     observers = collect_objects(manager, "observer", settings=settings)
     parts_of = (manager, settings, resolved, card, tokenizer, device, needs, state, sampler, taps, guides)
-    return Assembly(*parts_of, table, tuple(layouts), cache.arena, scales, runner, observers)
+    return Assembly(*parts_of, table, tuple(layouts), cache.arena, scales, runner, observers, media)
 
 
 def name_of(dtype: torch.dtype) -> str:

@@ -6,7 +6,7 @@ the smallest cache; the largest step runs on it, and the cache gets what then tu
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -105,9 +105,12 @@ class CacheMaker:
         most = self.settings.scheduler.max_rows * sum(layout.pages_for(self.max_model_len) for layout in self.layouts)
         return min(most, budget // self.page_bytes - 1)  # one page is the null page
 
-    def enlarge(self, runner: Runner) -> tuple[Cache, MemoryUse]:
-        """Measure, and give the runner a cache that fills what is left. After its warm-up, before it captures. Raises CapacityError."""
-        use = self.measure(runner)
+    def enlarge(self, runner: Runner, encode: Callable[[], None] | None = None) -> tuple[Cache, MemoryUse]:
+        """Measure, and give the runner a cache that fills what is left. After its warm-up, before it captures. Raises CapacityError.
+
+        encode: the largest work beside a step.
+        """
+        use = self.measure(runner, encode)
         pages = self.pages_of(use.left)
         if pages < LEAST_PAGES:
             raise misfit(use, (1 + LEAST_PAGES) * self.page_bytes)
@@ -115,13 +118,14 @@ class CacheMaker:
         runner.use_caches(cache.views, cache.backends)
         return cache, use
 
-    def measure(self, runner: Runner) -> MemoryUse:
-        """Run the largest step, and the largest one that will be captured, and count what they take."""
+    def measure(self, runner: Runner, encode: Callable[[], None] | None = None) -> MemoryUse:
+        """Run the largest step, and the largest one that will be captured, and count what they take; what runs beside a step shares no
+        memory with it."""
         device, settings = self.device, self.settings
         tokens, rows = settings.scheduler.max_batched_tokens, settings.scheduler.max_rows
         free, total = device.memory()
         try:
-            step = device.peak(lambda: runner.run_large(tokens))
+            step = device.peak(lambda: runner.run_large(tokens)) + (device.peak(encode) if encode is not None else 0)
             captured = runner.graphs.most_tokens
             graphs = device.peak(lambda: runner.run_large(captured)) if captured else 0
         except (RuntimeError, MemoryError) as error:

@@ -197,6 +197,7 @@ class DraftPart:
             slots={name: slots[owner[name]] for name in self.groups},
             block_tables={name: tables[owner[name]] for name in self.groups},
             prompts=None,
+            media=None,
         )
         attention = ByGroup((name, bind(parts, name, single, captured)) for name in self.groups)
         for bound in attention.values():

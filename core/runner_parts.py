@@ -62,7 +62,7 @@ class Drafting:
 
 @dataclass(frozen=True)
 class Parts:
-    """What a runner is put together from, each chosen or built at start-up."""
+    """What a runner is put together from, each chosen or built at start-up. media_arena: see `Encoder`; None where there are no media."""
 
     device: Device
     ops: Ops
@@ -75,6 +75,7 @@ class Parts:
     caches: Mapping[str, torch.Tensor]
     backends: Mapping[str, AttentionBackend]
     taps: TapSet
+    media_arena: torch.Tensor | None = None
     drafting: Drafting | None = None
 
     @property

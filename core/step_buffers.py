@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from modelrunner.batch import Batch, Int32Array, Patch, Plan
+from modelrunner.batch import Batch, Feature, Int32Array, Patch, Plan
+from modelrunner.media_steps import MediaSteps
 from modelrunner.model_state import Needs
 from modelrunner.page_pool import GroupLayout
 
@@ -116,6 +117,7 @@ class StepBuffers:
         """dtype: of activations. max_rows, max_tokens: of a padded step. num_draft: drafts of a row at most."""
         self.layouts = layouts
         self.packer = packer
+        self.media: MediaSteps | None = None
         self.staging = torch.zeros(packer.capacity, dtype=torch.int32, device=device)
 
         def rows(dtype: torch.dtype) -> torch.Tensor:
@@ -196,4 +198,5 @@ class StepBuffers:
             columns=columns,
             buffers=self.extra,
             prompts=plan.prompts,
+            media=self.media.view(t) if self.media is not None and plan.features & Feature.MEDIA else None,
         )

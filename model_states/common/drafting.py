@@ -18,6 +18,7 @@ from modelrunner.batch import Batch
 from modelrunner.checkpoint import CheckpointReader, GGUFReader, ModelCard, SafetensorsReader
 from modelrunner.model_state import ModelState
 from modelrunner.model_states.common.layers import Embedding
+from modelrunner.ops import Ops
 from modelrunner.speculation import DraftBuild, Drafter, DraftStep
 from modelrunner.torch_file import TorchReader
 
@@ -52,6 +53,7 @@ class FeatureDrafter(Drafter):
     embedding: Embedding | None = None  # of the head's own; the target's otherwise
     embedding_size: int
     dtype: torch.dtype  # of activations
+    ops: Ops
 
     @property
     def source(self) -> ModelCard:
@@ -84,6 +86,7 @@ class FeatureDrafter(Drafter):
     def share(self, build: DraftBuild, embedding: Embedding | None) -> None:
         """Remember whose embedding to use."""
         self.target_state, self.embedding, self.dtype = build.target, embedding, build.context.dtype
+        self.ops = build.context.ops
         self.embedding_size = self.target.hidden_size if embedding is None else embedding.weight.shape[1]
 
     # ---- the step ------------------------------------------------------------------------------------------------
@@ -118,10 +121,13 @@ class FeatureDrafter(Drafter):
         return self.target_ids(self.logits(features).argmax(-1))
 
     def _embed(self, batch: Batch, ids: torch.Tensor) -> torch.Tensor:
-        """Embeddings of ids [T] int64, one for each token of `batch`: [T, H]."""
+        """Embeddings of ids [T] int64, one for each token of `batch`, the one that follows it: [T, H]. Those of media are the target's."""
         out = torch.empty(ids.shape[0], self.embedding_size, dtype=self.dtype, device=ids.device)
         if self.embedding is not None:
             self.embedding(ids, out)
         else:
             self.target_state.embed(replace(batch, input_ids=ids), out)
+        media = batch.media
+        if media is not None and media.following is not None and self.embedding_size == self.target.hidden_size:
+            self.ops.place_media(out, media.arena, media.following)
         return out

@@ -82,12 +82,7 @@ class DrafterConformance:
         """Greedy and drawn requests over prompts that repeat themselves and others; one that wants one draft at most, and one none."""
         drawn = {"temperature": 1.0, "top_k": 20}
         plain: list[tuple[list[int], dict[str, Any]]] = [(R(8), {}), (P(9, 1) * 3, {}), (P(33, 2), {}), (R(5), drawn), (P(21, 4), drawn)]
-        wishes: list[tuple[list[int], dict[str, Any]]] = [
-            *plain,
-            (P(5, 3) * 4, {"repetition_penalty": 1.2}),
-            (R(6), {"num_draft_tokens": 1}),
-            (R(7), {"num_draft_tokens": 0}),
-        ]
+        wishes = [*plain, (P(5, 3) * 4, {"repetition_penalty": 1.2}), (R(6), {"num_draft_tokens": 1}), (R(7), {"num_draft_tokens": 0})]
         return [(prompt, self.params(**more)) for prompt, more in wishes]
 
     def tokens(self, driver: Driver, requests: Sequence[tuple[list[int], SamplingParams]], preempt: bool = False) -> list[list[int]]:
