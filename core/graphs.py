@@ -155,7 +155,7 @@ class StepGraphs:
         if int(plan.features) & self._uncaptured:
             return ()
         media = plan.features & Feature.MEDIA
-        features = as_built(plan.features & ~Feature.MEDIA)
+        features = as_built(Feature(int(plan.features) & ~int(Feature.MEDIA)))  # ~ alone would drop the bits of processors
         num_draft, num_next = plan.num_draft, plan.num_next
         if plan.num_decode == plan.num_rows:
             if media:  # the last token of a prompt is one of media: too rare for a graph
