@@ -13,9 +13,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from modelrunner.batch import Patch
-from modelrunner.encoding import NoMedia
 from modelrunner.errors import RequestError
 from modelrunner.forks import Forks
+from modelrunner.no_media import NoMedia
 from modelrunner.page_pool import Int32Array, PagePool
 from modelrunner.prefix_cache import Hit, PageKeys, PrefixCache, media_spans, root_key
 from modelrunner.request import Request, Status

@@ -58,6 +58,17 @@ class DraftPolicy:
             wanted = self._best[num_decode]
         return next((k for k in self.choices if k <= wanted and num_decode * (1 + k) <= max_tokens), 0)
 
+    def possible(self, fewest: int, most: int, max_tokens: int) -> tuple[int, ...]:
+        """Every k that a step may have whose decode rows are from `fewest` to `most`, from the largest on. max_tokens: of any step."""
+        off_above = most if self._off_above is None else self._off_above
+
+        def fits(k: int, rows: int) -> bool:
+            return rows <= off_above and rows * (1 + k) <= max_tokens
+
+        found = [k for k in self.choices if k and fits(k, fewest)]
+        least = min((k for k in self.choices if k), default=0)
+        return (*found, 0) if 0 in self.choices or not fits(least, most) else tuple(found)
+
     def learn(self, drafted: Int32Array, accepted: Int32Array) -> None:
         """Drafts of rows were checked, and kept. [n] each; of one step or several."""
         if self._spare is None:

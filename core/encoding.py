@@ -12,6 +12,7 @@ those before it in the queue. An item that could never be encoded is refused at 
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,7 +25,8 @@ from modelrunner.encoder_arena import EncoderArena, Entry
 from modelrunner.errors import RequestError
 from modelrunner.guides import End
 from modelrunner.media import Int32Array, MediaItem, RequestMedia
-from modelrunner.rows import NO_LIMIT, HostRows
+from modelrunner.no_media import NoMedia
+from modelrunner.rows import NO_LIMIT
 
 if TYPE_CHECKING:
     from modelrunner.device import SideEvent
@@ -33,60 +35,6 @@ if TYPE_CHECKING:
 
 MAX_IN_FLIGHT = 2  # encodings enqueued at the same time: one runs, one follows it
 Start = Callable[[Sequence[MediaItem], Sequence[Int32Array]], "SideEvent"]
-
-
-class NoMedia:
-    """Where requests have no media: nothing to encode, nothing to wait for."""
-
-    rows: HostRows
-    num_encoded = 0  # items, since the start
-
-    def check(self, request: Request) -> None:
-        """Raise RequestError for a request whose items can never be encoded."""
-
-    def wait(self, request: Request, computed: int, *, parked: bool = False) -> None:
-        """The request has no row; when it gets one, `computed` of its tokens will be there. parked: it is not in the queue."""
-
-    def forget(self, request: Request) -> None:
-        """The request has ended, without a row."""
-
-    def limit(self, request: Request, computed: int) -> int:
-        """Tokens that can be computed with what is encoded now, when `computed` of them are there."""
-        return NO_LIMIT
-
-    def enter(self, row: int, request: Request, computed: int) -> None:
-        """The request got `row`."""
-
-    def leave(self, row: int) -> None:
-        """The request gave up `row`. Steps in flight may still read its items."""
-
-    def left(self, row: int) -> None:
-        """No step in flight names the row any more."""
-
-    def commit(self, rows: Int32Array) -> None:
-        """Committed tokens of `rows` went up."""
-
-    def attach(self, plan: Plan) -> Plan:
-        """The plan with what its rows read of media. After the upper counts went up."""
-        return plan
-
-    def advance(self, scheduler: Scheduler) -> list[End]:
-        """Take in what was encoded, and start what is next. Returns requests that end because their media could not be encoded."""
-        return []
-
-    @property
-    def num_in_flight(self) -> int:
-        """Encodings that were started and have not been taken in."""
-        return 0
-
-    def settle(self, seconds: float | None = None) -> None:
-        """Wait for the oldest encoding in flight, if there is one. seconds: about the most, where the device can tell."""
-
-    def reset(self) -> None:
-        """Forget what was encoded; what runs is encoded again for those who need it. Rows keep what they own."""
-
-    def check_books(self, requests: Sequence[Request]) -> None:
-        """Raise AssertionError unless the books agree. requests: all that have not ended."""
 
 
 @dataclass(eq=False)
@@ -113,21 +61,32 @@ class Waiting:
 
 @dataclass(eq=False)
 class Flight:
-    """An encoding that was started."""
+    """An encoding that was started. begun: seconds of the clock."""
 
     entries: list[Entry]
     event: SideEvent
+    begun: float
 
 
 class Encoding(NoMedia):
     """See the module.
 
     start: enqueues an encoding, see `Encoder.start`. max_together: embeddings of one encoding, unless an item has more by itself. chunked:
-    whether prompts may be computed in parts. position_rows: see `MediaNeeds`. shifted: a drafter reads the token after each.
+    whether prompts may be computed in parts. position_rows: see `MediaNeeds`. shifted: a drafter reads the token after each. duty: share of
+    the time in which something is encoded while rows decode.
     """
 
     def __init__(
-        self, arena: EncoderArena, start: Start, *, max_together: int, chunked: bool, position_rows: int, shifted: bool = False
+        self,
+        arena: EncoderArena,
+        start: Start,
+        *,
+        max_together: int,
+        chunked: bool,
+        position_rows: int,
+        shifted: bool = False,
+        duty: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.arena = arena
         self._start, self._max_together = start, max_together
@@ -137,6 +96,9 @@ class Encoding(NoMedia):
         self._waiting: dict[Request, Waiting] = {}
         self._flights: list[Flight] = []
         self._changed = False  # something may be encoded that could not be before
+        self._duty, self._clock = duty, clock
+        self._most_in_flight = MAX_IN_FLIGHT if duty == 1 else 1
+        self._rest_until = 0.0  # seconds of the clock
 
     # ---- requests without a row --------------------------------------------------------------------------------------
 
@@ -285,16 +247,25 @@ class Encoding(NoMedia):
             if waiting.parked and self._enough(request, waiting):
                 waiting.parked = False
                 scheduler.ready(request)
-        while len(self._flights) < MAX_IN_FLIGHT and self._begin(scheduler):
+        if self._rests(scheduler):
+            self._changed = True  # looked at again in the next turn
+            return ends
+        while len(self._flights) < self._most_in_flight and self._begin(scheduler):
             for row in self._tenancies:
                 self._own(row)
         return ends
+
+    def _rests(self, scheduler: Scheduler) -> bool:
+        """Whether nothing is to be started yet, since rows decode beside that wait for no media."""
+        return self._clock() < self._rest_until and scheduler.num_running > len(self._tenancies)
 
     def _take(self, flight: Flight, failed: dict[bytes, str]) -> bool:
         """Take in an encoding, if it is done."""
         try:
             if not flight.event.done():
                 return False
+            now = self._clock()
+            self._rest_until = now + (now - flight.begun) * (1 / self._duty - 1)
         except Exception as error:
             text = f"the encoder failed: {type(error).__name__}: {error}"
             failed.update({entry.key: text for entry in flight.entries})
@@ -336,9 +307,9 @@ class Encoding(NoMedia):
                 break
         if not chosen:
             return False
-        entries = [entry for _, entry in chosen]
+        entries, begun = [entry for _, entry in chosen], self._clock()
         event = self._start([item for item, _ in chosen], [entry.lines for entry in entries])
-        self._flights.append(Flight(entries, event))
+        self._flights.append(Flight(entries, event, begun))
         return True
 
     def _needs(self, scheduler: Scheduler) -> Iterator[tuple[MediaItem, set[bytes]]]:

@@ -19,6 +19,7 @@ from typing import Literal, NamedTuple
 from modelrunner.attention import AttentionBackend
 from modelrunner.batch import EDITED, MASKED, Feature, Plan, as_built
 from modelrunner.device import Device
+from modelrunner.draft_policy import DraftPolicy
 from modelrunner.model_state import ModelState, Needs, No
 from modelrunner.step_buffers import Buckets, Shape
 
@@ -44,9 +45,10 @@ class Key(NamedTuple):
 
 
 class DraftKinds(NamedTuple):
-    """choices: drafts of a row that steps may have, from the largest on. captured: whether the drafter's part is."""
+    """policy: how many drafts steps have, of at most max_tokens query tokens. captured: whether the drafter's part is."""
 
-    choices: tuple[int, ...]
+    policy: DraftPolicy
+    max_tokens: int
     captured: bool
 
 
@@ -142,7 +144,7 @@ class StepGraphs:
     def tails(self) -> list[Key]:
         """Tails that bring up every kernel that a captured tail may want: its kernels are of two kinds, for few rows and for many."""
         most = dict.fromkeys((*self._rows[:1], *self._rows[-1:]))
-        drafts = (0,) if self._drafts is None else sorted({0, *self._drafts.choices})
+        drafts = (0,) if self._drafts is None else sorted({0, *self._drafts.policy.choices})
         return [Key("tail", rows, features, k) for rows in most for k in drafts for features in BUILT]
 
     @property
@@ -155,7 +157,7 @@ class StepGraphs:
         if int(plan.features) & self._uncaptured:
             return ()
         media = plan.features & Feature.MEDIA
-        features = as_built(Feature(int(plan.features) & ~int(Feature.MEDIA)))  # ~ alone would drop the bits of processors
+        features = as_built(Feature(int(plan.features) & ~int(Feature.MEDIA)))  # ~MEDIA would drop the bits of processors
         num_draft, num_next = plan.num_draft, plan.num_next
         if plan.num_decode == plan.num_rows:
             if media:  # the last token of a prompt is one of media: too rare for a graph
@@ -176,15 +178,21 @@ class StepGraphs:
 
     def _first_keys(self) -> list[Key]:
         """What start-up captures, from large to small. Steps with fewer drafts after them than in them are left for their second use."""
-        choices = (0,) if self._drafts is None else self._drafts.choices
+        choices = (0,) if self._drafts is None else self._drafts.policy.choices
         sizes = [(tokens, k) for tokens in reversed(self._tokens) for k in sorted({0, *choices})]
         bodies = [Key("body", tokens, kind, k) for tokens, k in sizes for kind in self._bodies]
-        steps = [Key("step", rows, features, k, k) for rows in reversed(self._rows) for k in choices for features in KINDS]
+        rising = zip((0, *self._rows), self._rows, strict=False)
+        steps = [Key("step", rows, kind, k, k) for less, rows in rising for k in reversed(self._ks(less + 1, rows)) for kind in KINDS[::-1]]
+        steps.reverse()
         if self._drafts is not None and self._drafts.captured:
             pairs = dict.fromkeys([(0, choices[0]), *((k, k) for k in choices)])
-            sizes = [(tokens, kind) for tokens in reversed(self._tokens) for kind in self._bodies]
-            bodies += [Key("draft", tokens, kind, k, after) for tokens, kind in sizes for k, after in pairs]
+            shapes = [(tokens, kind) for tokens in reversed(self._tokens) for kind in self._bodies]
+            bodies += [Key("draft", tokens, kind, k, after) for tokens, kind in shapes for k, after in pairs]
         return bodies + steps
+
+    def _ks(self, fewest: int, most: int) -> tuple[int, ...]:
+        """Drafts that steps of so many decode rows may have, from the largest on."""
+        return (0,) if self._drafts is None else self._drafts.policy.possible(fewest, most, self._drafts.max_tokens)
 
     def run(self, key: Key) -> None:
         """D. Run the step of `key` on the inputs that are staged."""

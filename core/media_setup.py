@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 
 from modelrunner.encoder import Encoder
 from modelrunner.encoder_arena import EncoderArena
-from modelrunner.encoding import Encoding, NoMedia
+from modelrunner.encoding import Encoding
 from modelrunner.errors import PluginError
 from modelrunner.media import MediaItem, MediaProcessor
 from modelrunner.media_front import MediaFacts, MediaFront
 from modelrunner.model_state import No
+from modelrunner.no_media import NoMedia
 
 if TYPE_CHECKING:
     import torch
@@ -97,6 +98,7 @@ def open_media(
         chunked=settings.scheduler.chunked_prefill,
         position_rows=facts.position_rows,
         shifted=shifted,
+        duty=settings.media.encoder_duty,
     )
     return MediaParts(front, encoder, books, min(most, lines))
 

@@ -215,12 +215,12 @@ class HostRows:
         decode = running[last & (pending == 1)]
         if decode.size > budget.most:  # those that waited longest
             decode = decode[np.argsort(self.last_ticket[decode], kind="stable")[: budget.most]]
-        num_draft = self.policy.drafts_in(decode.size, budget.most, step) if decode.size else 0
+        wanted = self.drafts[decode]
+        num_draft = self.policy.drafts_in(decode.size, budget.most, step) if wanted.any() else 0  # few kinds of steps: few graphs
         query = np.ones(decode.size, np.int32)
         if num_draft:
             useful = self.limit[decode] - 1 - self.known_lower[decode]
-            query += np.minimum(np.minimum(self.drafts[decode], num_draft), useful)
-            num_draft = num_draft if query.max() > 1 else 0
+            query += np.minimum(np.minimum(wanted, num_draft), useful)
         many = ~last & (pending > 0)
         prefill, pending = running[many], pending[many]
         tokens = budget.tokens(decode.size, prefill.size + waiting, int(self.computed_upper[decode].sum()), 1 + num_draft)

@@ -84,7 +84,7 @@ class Runner:
         self.warming_up = False
         self.max_tokens, self.max_model_len = max_tokens, max_model_len
         kinds = (Feature.GREEDY, Feature.MEDIA) if parts.needs.media is not None and parts.media_arena is not None else (Feature.GREEDY,)
-        drafts = None if parts.drafting is None else DraftKinds(parts.drafting.policy.choices, not parts.drafting.capture_problem)
+        drafts = None if parts.drafting is None else DraftKinds(parts.drafting.policy, max_tokens, not parts.drafting.capture_problem)
         self.graphs = StepGraphs(self.device, buckets, self._closure, no_graphs, CAPTURED | parts.sampler.captured, kinds, drafts)
         self.media = self.buffers.media = media_steps(parts, entries, tokens)
         self.draft_groups = () if parts.drafting is None else parts.drafting.groups

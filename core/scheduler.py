@@ -18,7 +18,7 @@ import numpy as np
 from modelrunner.admission import Admission, PatchSink
 from modelrunner.batch import EMPTY_PATCH, Drain, Finish, Outcome, Plan, Record
 from modelrunner.draft_policy import NO_DRAFTS, DraftPolicy
-from modelrunner.encoding import NoMedia
+from modelrunner.no_media import NoMedia
 from modelrunner.page_pool import GroupLayout, Int32Array, PagePool
 from modelrunner.request import Request, Status
 from modelrunner.rows import BoolArray, Growth, HostRows

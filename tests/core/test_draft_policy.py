@@ -35,6 +35,17 @@ def test_a_fixed_number_gives_way_to_the_bound_and_the_budget() -> None:
     assert policy.choices == (3, 0)
 
 
+def test_what_may_come_is_known_at_start() -> None:
+    """Graphs are captured for no other steps."""
+    fixed, bounded, adaptive = DraftPolicy(3), DraftPolicy(3, off_above_rows=10), DraftPolicy(4, spare_tokens=64)
+    assert [fixed.possible(least, most, 64) for least, most in ((1, 8), (9, 16), (9, 24), (17, 24))] == [(3,), (3,), (3, 0), (0,)]
+    assert [bounded.possible(least, most, 64) for least, most in ((1, 8), (9, 16), (11, 16))] == [(3, 0), (3, 0), (0,)]
+    assert [adaptive.possible(least, most, 64) for least, most in ((1, 8), (17, 24), (30, 40))] == [(4, 2, 1, 0), (2, 1, 0), (1, 0)]
+    for policy in (fixed, bounded, adaptive):
+        for rows in range(1, 70):
+            assert {policy.drafts_in(rows, 64, step) for step in range(PERIOD)} <= set(policy.possible(rows, rows, 64))
+
+
 @pytest.mark.parametrize(("rates", "few", "many"), [([0.9] * 5, 5, 5), ([0.6] * 5, 5, 1), ([0.02] * 5, 0, 0), ([0.7, 0.05, 0, 0, 0], 1, 1)])
 def test_more_is_drafted_where_more_is_kept_and_tokens_are_to_spare(rates: list[float], few: int, many: int) -> None:
     policy = taught(rates, spare=256)

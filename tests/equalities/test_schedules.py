@@ -135,13 +135,15 @@ def run(
     preempt: bool = False,
     graphs: bool = False,
     drafts: bool = False,
+    **load: int,
 ) -> Run:
-    """Run a schedule on the deferred device, freed pages poisoned, with the engine's books checked after each step and at the end."""
+    """Run a schedule on the deferred device, freed pages poisoned, with the engine's books checked after each step and at the end. load:
+    options by which how many drafts there are depends on how many requests decode."""
     tokens = schedule.tokens if chunked else 256
     subject, speculation = dense(), {}
     if drafts:
         plugin = ScriptDrafterPlugin(script(schedule.wrong), schedule.turns)
-        subject, speculation = replace(subject, plugins=(*subject.plugins, plugin)), {"drafter": "script", "drafts": schedule.drafts}
+        subject, speculation = replace(subject, plugins=(*subject.plugins, plugin)), {"drafter": "script", "drafts": schedule.drafts} | load
     engine = subject.engine(
         depth=depth,
         rows=schedule.rows,
@@ -263,8 +265,8 @@ def test_drafts_change_no_token(schedule: Schedule) -> None:
     event(f"accepted: {drafted.accepted > 0}, rejected: {drafted.drafted > drafted.accepted}")
     assert_equal(schedule, plain, drafted)
     assert_equal(schedule, plain, run(schedule, depth=2, drafts=True, preempt=True))
-    assert_equal(schedule, plain, run(schedule, depth=3, drafts=True, graphs=True))
-    assert_equal(schedule, plain, run(schedule, depth=3, drafts=True, chunked=False, prefix=False, preempt=True))
+    assert_equal(schedule, plain, run(schedule, depth=3, drafts=True, graphs=True, spare_tokens=12))
+    assert_equal(schedule, plain, run(schedule, depth=3, drafts=True, chunked=False, prefix=False, preempt=True, off_above_rows=2))
 
 
 def test_the_schedules_contain_what_they_are_about() -> None:

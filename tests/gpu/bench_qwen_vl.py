@@ -2,7 +2,7 @@
 
     python3 -P tests/gpu/bench_qwen_vl.py            # Qwen2.5-VL-3B's configuration, dummy weights in bfloat16, on the GPU
     python3 -P tests/gpu/bench_qwen_vl.py --dry      # the same, tiny, on the CPU
-    python3 -P tests/gpu/bench_qwen_vl.py --decoding --share 0.3
+    python3 -P tests/gpu/bench_qwen_vl.py --decoding   # the second part alone
 
 1. 64 requests with one image of 1024 x 1024 pixels each, 128 tokens out: processing (threads of the host, before the engine) and the run
    are timed apart. Then the same requests again, with the images in the arena, and without (`reset_media_cache`).
@@ -80,7 +80,7 @@ def tiny(config: dict[str, Any]) -> dict[str, Any]:
 class Bench:
     """An engine on the configuration, and the sizes of the work."""
 
-    def __init__(self, dry: bool, share: float) -> None:
+    def __init__(self, dry: bool) -> None:
         self.dry = dry
         self.requests, self.side, self.out = (4, 112, 8) if dry else (64, 1024, 128)
         self.decoding, self.arriving, self.long = (3, 2, 40) if dry else (32, 24, 500)
@@ -94,7 +94,6 @@ class Bench:
             "scheduler.max_rows": 64,
             "cache.prefix_caching": False,
             "media.arena_tokens": self.requests * tokens,
-            "media.encoder_share": share,
         } | ({"cache.num_pages": 2000} if dry else {})
         begun = time.monotonic()
         self.engine = Engine(settings)
@@ -203,10 +202,9 @@ def say(what: str, **figures: float) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dry", action="store_true", help="tiny, on the CPU")
-    parser.add_argument("--share", type=float, default=1.0, help="setting media.encoder_share")
     parser.add_argument("--decoding", action="store_true", help="the second part alone")
     asked = parser.parse_args()
-    bench = Bench(asked.dry, asked.share)
+    bench = Bench(asked.dry)
     prompts = bench.images(bench.arriving if asked.decoding else bench.requests)
     bench.timed("warm-up, 4 requests", prompts[:4])
     bench.engine.reset_media_cache()

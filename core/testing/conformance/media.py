@@ -307,6 +307,16 @@ class TakesMedia(StateCase):
             pytest.skip(f"declared: {reason}")
         self.media.assert_plain(self.media.run(engine))
 
+    def test_media_with_drafts(self) -> None:
+        """Drafts of the n-gram drafter, which tells of nothing but ids, change nothing: neither those accepted nor those refused."""
+        if not self.lab.works("speculation"):
+            pytest.skip("the state refuses speculation")
+        for tokens in (self.small_step, 64):
+            engine = self.lab.engine({"speculation.drafter": "ngram"}, device="deferred_cpu", tokens=tokens)
+            self.media.assert_plain(self.media.run(engine))
+            stats = engine.scheduler.stats
+            assert 0 < sum(stats.accepted_at) < sum(stats.drafted_at), "drafts of both kinds are needed: change text_ids"
+
     def test_media_in_an_arena_for_one_item(self) -> None:
         """Requests wait for each other's items, and none for ever."""
         largest = max(item.num_embeddings for prompt in self.media.prompts for item in prompt.items)
