@@ -114,8 +114,14 @@ def of_drafter(settings: RunnerSettings) -> RunnerSettings:
 
 def open_draft(choose: Chooser) -> tuple[Chooser, CheckpointReader | None, ModelCard | None]:
     """What chooses for the drafter's checkpoint, and that checkpoint, if `speculation.model` names one."""
-    own = Chooser(choose.manager, of_drafter(choose.settings))
-    return own, *(open_checkpoint(own) if choose.settings.speculation.model else (None, None))
+    own, name = Chooser(choose.manager, of_drafter(choose.settings)), choose.settings.speculation.model
+    if not name:
+        return own, None, None
+    try:
+        return own, *open_checkpoint(own)
+    except ModelRunnerError as error:
+        error.add_note(f"asked for by speculation.model = {name!r}")
+        raise
 
 
 def target_model(own: Chooser, card: ModelCard, state: ModelState, needs: Needs, max_model_len: int) -> TargetModel:
@@ -136,6 +142,7 @@ def set_up_drafter(choose: Chooser, card: ModelCard, state: ModelState, needs: N
     """
     settings = choose.settings
     if settings.speculation.drafter is None:
+        refuse_unused(settings)
         return None
     own, reader, draft_card = open_draft(choose)
     target = target_model(own, card, state, needs, max_model_len)
@@ -147,6 +154,16 @@ def set_up_drafter(choose: Chooser, card: ModelCard, state: ModelState, needs: N
         declared = expect(DrafterNeeds, drafter.declare(), drafter, "declare")
     check(settings, name, drafter, declared, target.tap_points)
     return DrafterSetup(own, name, drafter, declared, reader, draft_card)
+
+
+def refuse_unused(settings: RunnerSettings) -> None:
+    """Refuse settings that say what drafts, where nothing does: a user who gave them expects drafts."""
+    for name, value in (("speculation.model", settings.speculation.model), ("pin.drafter", settings.pin.drafter)):
+        if value:
+            raise SettingsError(
+                f"{name} is {value!r}, but speculation.drafter is none, so nothing drafts; accepted beside it: the name of a drafter in "
+                f"speculation.drafter, or leave {name} out"
+            )
 
 
 def check(settings: RunnerSettings, name: str, drafter: Drafter, needs: DrafterNeeds, points: tuple[str, ...]) -> None:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 NEEDS_PILLOW = "images need Pillow, which is not installed; pip install 'modelrunner[multimodal]'"
 NEEDS_PYAV = "video files need PyAV, which is not installed; pip install 'modelrunner[multimodal]'"
 ACCEPTED = {
-    IMAGE: "a PIL image, a uint8 array [height, width, 3], the bytes of an image file, or a URL",
+    IMAGE: "a PIL image, a uint8 array [height, width, 3], the bytes of an image file, or a text: a URL or path",
     "video": "a uint8 array [frames, height, width, 3], a list of PIL images, (one of these, {'fps': ...}), the bytes of a file, or a URL",
 }
 VIDEO_PIXELS = 16  # a video may have so many times the pixels of an image
@@ -90,7 +90,7 @@ class Loader:
     # ---- bytes -------------------------------------------------------------------------------------------------------
 
     def _decoded(self, data: bytes, where: str) -> PillowImage.Image:
-        from PIL import Image, ImageOps
+        from PIL import Image, ImageOps, UnidentifiedImageError
 
         self._check_bytes(len(data), where)
         try:
@@ -103,6 +103,10 @@ class Loader:
                     return as_rgb(ImageOps.exif_transpose(image), where)
         except RequestError:
             raise
+        except UnidentifiedImageError:
+            raise RequestError(
+                f"{where}: the image cannot be decoded: {len(data)} bytes of no known format; accepted: {', '.join(IMAGES)}"
+            ) from None
         except Exception as error:  # decoders of formats raise what they like
             raise RequestError(f"{where}: the image cannot be decoded ({type(error).__name__}: {error})") from error
 
@@ -203,7 +207,7 @@ class Loader:
 
 
 def as_rgb(image: PillowImage.Image, where: str) -> PillowImage.Image:
-    """The image in RGB; what is transparent is on white."""
+    """The image in RGB; what is transparent is on white. Of 16-bit greys the upper 8 bits are taken."""
     from PIL import Image
 
     try:
@@ -214,6 +218,8 @@ def as_rgb(image: PillowImage.Image, where: str) -> PillowImage.Image:
             image = image.convert("RGBA")
             white = Image.new("RGBA", image.size, (255, 255, 255, 255))
             return Image.alpha_composite(white, image).convert("RGB")
+        if image.mode == "I" or image.mode.startswith("I;16"):  # Pillow would cut off above 255, and show white
+            image = Image.fromarray((np.asarray(image).clip(0, 65535) >> 8).astype(np.uint8))
         return image.convert("RGB")
     except Exception as error:
         raise RequestError(f"{where}: the image cannot be read ({type(error).__name__}: {error})") from error

@@ -41,10 +41,19 @@ def expand(processor: MediaProcessor, token_ids: Sequence[int], items: Sequence[
     for kind, count in given.items():
         if found[kind] != count:
             raise ValueError(
-                f"the prompt has {found[kind]} places for an item of kind {kind!r} (token ids {list(marks[kind])}), and {count} are given; "
+                f"the prompt has {found[kind]} places for an item of kind {kind!r} ({_written(processor, kind)}), and {count} are given; "
                 "as many places as items are needed"
             )
     return Expanded(out, tuple(runs))
+
+
+def _written(processor: MediaProcessor, kind: str) -> str:
+    """How a place is written: its token ids, and its text if there is one."""
+    ids = f"token ids {list(processor.placeholder(kind))}"
+    try:
+        return f"{ids}, in text {processor.placeholder_text(kind)!r}"
+    except ValueError:
+        return ids
 
 
 def _length(item: MediaItem | None, mark: tuple[int, ...], ids: tuple[int, ...], at: int, plain: bool) -> int:

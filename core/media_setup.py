@@ -51,8 +51,10 @@ class MediaParts:
         size = self.largest if most is None else min(most, self.largest)
         item = self.front.processor.dummy(size)
         if not isinstance(item, MediaItem) or not 0 < item.num_embeddings <= size:
+            gave = f"an item of {item.num_embeddings} embeddings" if isinstance(item, MediaItem) else f"a {type(item).__name__}"
             raise PluginError(
-                f"{type(self.front.processor).__name__}.dummy({size}) gave {item!r}; a MediaItem of 1 to {size} embeddings is needed"
+                f"{type(self.front.processor).__name__}.dummy({size}) gave {gave}; a MediaItem of 1 to {size} is needed. If that is the "
+                "model's smallest item, raise media.arena_tokens or model.max_model_len"
             )
         self.encoder.try_out(item)
 

@@ -17,7 +17,7 @@ MODELRUNNER_API = ">=1.6,<2"
 @hookimpl
 def drafter(card: ModelCard | None, target: TargetModel) -> Offer[type[Drafter]]:
     source = card or target.card
-    return Offer("mtp", load, "exact", f"reads the module for multi-token prediction of {source.name}")
+    return Offer("mtp", load, "exact", f"reads the module for multi-token prediction of {source.name or source.path.name}")
 
 
 def load() -> type[Drafter]:

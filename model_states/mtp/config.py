@@ -29,7 +29,8 @@ def mtp_config(card: ModelCard, names: Collection[str]) -> MTPConfig:
     """
     own = [name for name in names if name.startswith(f"{SOURCE}.")]
     if names and not own:
-        raise ValueError(f"{card.name}: none of its {len(names)} tensors is called {SOURCE}.*; it has no module for multi-token prediction")
+        name = card.name or card.path.name
+        raise ValueError(f"{name}: none of its {len(names)} tensors is called {SOURCE}.*; it has no module for multi-token prediction")
     layer = block_config(card, architecture_of(card), num_hidden_layers=1, sliding_window=None, layer_types=None)
     return MTPConfig(
         layer=with_biases(layer, own) if own else layer,

@@ -16,8 +16,10 @@ from PIL import Image
 from tiny_mm import PLACEHOLDER, greedy, image, mm
 
 from modelrunner import LLM
-from modelrunner.errors import RequestError
+from modelrunner.errors import PluginError, RequestError
+from modelrunner.media_load import as_rgb
 from modelrunner.testing import P, dense
+from tests.model_states.idefics3.worlds import write
 
 ONE = made((5, (4, 6), 7))
 
@@ -87,7 +89,7 @@ def test_files_only_under_the_folder(tmp_path: Path) -> None:
 BAD: list[tuple[str, Any, str]] = [
     ("corrupt", b"\x89PNG\r\n\x1a\nnothing of the kind", "cannot be decoded"),
     ("truncated", png(image(20, 20))[:-200], "cannot be decoded"),
-    ("no image", b"hello", "cannot be decoded"),
+    ("no image", b"hello", "cannot be decoded: 5 bytes of no known format; accepted: AVIF, BMP,.*WEBP"),
     ("a program", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n", "cannot be decoded"),
     ("empty", b"", "cannot be decoded"),
     ("a bomb", huge_png(60000), r"3600000000 pixels"),
@@ -289,3 +291,19 @@ def test_a_state_may_refuse_media_and_still_serve_text(monkeypatch: pytest.Monke
     driver.add("b", P(20, 1), GREEDY)
     driver.finish()
     assert list(driver.result("b").token_ids) == greedy(P(20, 1))[0]
+
+
+def test_sixteen_bit_greys_keep_their_shades() -> None:
+    """Pillow's own conversion cuts off above 255, so that almost every shade is white."""
+    shades = np.arange(0, 65536, 256, dtype=np.uint16).reshape(16, 16)
+    opened = Image.open(io.BytesIO(png(Image.fromarray(shades))))
+    for picture in (opened, opened.convert("I")):
+        assert np.array_equal(np.asarray(as_rgb(picture, "image 0"))[..., 1], shades >> 8)
+
+
+def test_an_arena_smaller_than_the_smallest_item_is_refused(tmp_path: Path) -> None:
+    """In few words: not with the tensors of the item that would not fit."""
+    write("smolvlm", tmp_path, 0)
+    with pytest.raises(PluginError, match=r"gave an item of \d+ embeddings.*raise media\.arena_tokens") as error:
+        LLM(str(tmp_path), skip_tokenizer_init=True, max_model_len=256, media={"arena_tokens": 1})
+    assert len(str(error.value)) < 300

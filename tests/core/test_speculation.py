@@ -11,7 +11,7 @@ import torch
 from mirror_drafter import MirrorPlugin
 
 from modelrunner import LLM, Offer, SamplingParams, hookimpl
-from modelrunner.errors import PluginError, RequestError, SettingsError
+from modelrunner.errors import CheckpointError, PluginError, RequestError, SettingsError
 from modelrunner.kernels.sampling.philox import PURPOSE_DRAFT
 from modelrunner.request import Request
 from modelrunner.request_table import Column
@@ -241,6 +241,13 @@ def test_settings_that_do_not_go_together() -> None:
         llm(speculation={"drafter": "ngram"}, scheduler={"max_batched_tokens": 3})
     with pytest.raises(PluginError, match="ngram"):
         llm(speculation={"drafter": "no_such"})
+    with pytest.raises(SettingsError, match=r"speculation\.model is 'a/head', but speculation\.drafter is none"):
+        llm(speculation={"model": "a/head"})
+    with pytest.raises(SettingsError, match=r"pin\.drafter is 'ngram', but speculation\.drafter is none"):
+        llm(pin={"drafter": "ngram"})
+    with pytest.raises(CheckpointError, match="no such file or folder") as error:
+        llm(speculation={"drafter": "draft_model", "model": "./none"})
+    assert "asked for by speculation.model = './none'" in error.value.__notes__
     with pytest.raises(SettingsError, match="min_size is 3 and max_size 2"):
         llm(speculation={"drafter": "ngram"}, plugin={"ngram": {"min_size": 3, "max_size": 2}})
 
