@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from modelrunner.errors import RequestError, kind_of
+from modelrunner.errors import RequestError, SettingsError, kind_of
 from modelrunner.media import IMAGE, Video
 from modelrunner.sampling_params import shown
 
@@ -43,6 +43,9 @@ class Loader:
     """Loads media within the limits of the settings. Thread-safe."""
 
     def __init__(self, settings: MediaSettings) -> None:
+        """Raises SettingsError for a `media.folder` that is none."""
+        if settings.folder is not None and not Path(settings.folder).expanduser().is_dir():
+            raise SettingsError(f"media.folder is {settings.folder!r}, and there is no such folder; accepted: a folder, or none")
         self._settings = settings
 
     def image(self, value: object, where: str) -> PillowImage.Image:

@@ -16,7 +16,7 @@ from PIL import Image
 from tiny_mm import PLACEHOLDER, greedy, image, mm
 
 from modelrunner import LLM
-from modelrunner.errors import PluginError, RequestError
+from modelrunner.errors import PluginError, RequestError, SettingsError
 from modelrunner.media_load import as_rgb
 from modelrunner.testing import P, dense
 from tests.model_states.idefics3.worlds import write
@@ -82,6 +82,8 @@ def test_files_only_under_the_folder(tmp_path: Path) -> None:
         driver.add("x", prompt("none.png"), GREEDY)
     with pytest.raises(RequestError, match=r"only under the folder that media\.folder names"):
         engine().add("x", prompt("a.png"), GREEDY)
+    with pytest.raises(SettingsError, match=r"media\.folder is '.*none', and there is no such folder"):
+        engine(media={"folder": str(tmp_path / "none")})
     with pytest.raises(RequestError, match=r"media\.remote=true"):
         driver.add("x", prompt("http://localhost:1/a.png"), GREEDY)
 

@@ -122,7 +122,7 @@ def test_an_expanded_prompt_is_taken_as_it_is(pair: tuple[Any, Loaded]) -> None:
     _, loaded = pair
     prompt, items = made(loaded, (33, 70), (16, 8))
     assert loaded.processor.expand(prompt.token_ids, items) == prompt
-    with pytest.raises(ValueError, match=r"has 1 places for an item of kind 'image' \(token ids \[\d+\], in text '<\|image_pad\|>'\)"):
+    with pytest.raises(ValueError, match=r"has 1 places for an item of kind 'image' \(token ids \[\d+\], in text '.*<\|image_pad\|>.*'\)"):
         loaded.processor.expand([7, IMAGE, 9], items)
 
 
