@@ -24,7 +24,9 @@ from modelrunner.errors import CapacityError, PluginError, SettingsError
 from modelrunner.grammar import GrammarBackend, vocabulary
 from modelrunner.graphs import capture_problem, decode_buckets, token_buckets, uncapturable
 from modelrunner.guides import COLUMN, Guides
-from modelrunner.model_state import ModelState, Needs, No, Yes, required_features
+from modelrunner.media_setup import FIRST_EMBEDDINGS, MediaParts, open_media
+from modelrunner.media_steps import DELTA
+from modelrunner.model_state import CacheGroup, ModelState, Needs, No, Yes, required_features
 from modelrunner.observers import Observer
 from modelrunner.ops import Ops, Registry
 from modelrunner.page_pool import GroupLayout, page_layout
@@ -73,6 +75,7 @@ class Assembly:
     scales: CacheScales
     runner: Runner
     observers: list[tuple[str, Observer]]
+    media: MediaParts
 
 
 def assemble(arguments: Mapping[str, Any], plugins: Sequence[object] = ()) -> Assembly:
@@ -111,24 +114,42 @@ def assemble(arguments: Mapping[str, Any], plugins: Sequence[object] = ()) -> As
     typical = (own.typical_threshold, own.typical_factor) if own.acceptance == "typical" else None
     stages = default_stages(collect_processors(manager, info), Functions(), arena=guides.arena)
     sampler = Sampler(ops, stages, typical)
-    page_bytes, layouts = pages_of(needs, settings, dtype)
-    attending = {layout.group.name: attention_backend(choose, layout, device, scales) for layout in layouts}
+    page_bytes, layouts = pages_of(needs, settings, dtype, {} if setup is None else setup.riders(needs))
+    attending = {group.name: attention_backend(choose, group, device, scales) for layout in layouts for group in layout.groups}
     maker = CacheMaker(device, ops, settings, layouts, page_bytes, dtype, cache_dtype, attending, max_model_len, scales)
     cache, memory = maker.make_first(), ""
+    with blaming(f"the arena of media of model_state {choose.chosen['model_state']}"):
+        shifted = setup is not None and setup.needs.shifted
+        media = open_media(state, needs, settings, device, dtype, tokenizer, max_model_len, shifted)
     columns = [*core_columns(layouts, max_model_len), *sampler.columns(settings, needs.vocab_size), *needs.columns]
+    columns += [DELTA] if media.front.facts.position_rows > 1 and media.encoder is not None else []
     columns += () if setup is None else setup.columns
     with blaming(f"the request table with the columns of model_state {choose.chosen['model_state']}"):
         capacity = patch_capacity(settings, layouts, columns, masks=not guides.problem)
         table = RequestTable(columns, settings.scheduler.max_rows, device.torch_device, capacity)
     parts = Parts(
-        device, ops, state, needs, dtype, sampler, table, layouts, cache.views, cache.backends, taps, drafting_of(setup, cache.backends)
+        device,
+        ops,
+        state,
+        needs,
+        dtype,
+        sampler,
+        table,
+        layouts,
+        cache.views,
+        cache.backends,
+        taps,
+        media.arena,
+        drafting_of(setup, cache.backends, layouts),
     )
     with blaming("the runner with the buffers of a step"):
         runner = make_runner(parts, settings, max_model_len)
     with blaming(f"the first step of model_state {choose.chosen['model_state']}"):
+        if media.encodes:
+            media.try_out(FIRST_EMBEDDINGS)
         runner.warm_up()
         if maker.measured:
-            cache, use = maker.enlarge(runner)
+            cache, use = maker.enlarge(runner, media.try_out if media.encodes else None)
             memory = str(use)
         graphs = runner.capture()
     resolved = Resolved(
@@ -146,19 +167,19 @@ def assemble(arguments: Mapping[str, Any], plugins: Sequence[object] = ()) -> As
     )
     observers = collect_objects(manager, "observer", settings=settings)
     parts_of = (manager, settings, resolved, card, tokenizer, device, needs, state, sampler, taps, guides)
-    return Assembly(*parts_of, table, tuple(layouts), cache.arena, scales, runner, observers)
+    return Assembly(*parts_of, table, tuple(layouts), cache.arena, scales, runner, observers, media)
 
 
 def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def attention_backend(choose: Chooser, layout: GroupLayout, device: Device, scales: CacheScales) -> type[AttentionBackend]:
+def attention_backend(choose: Chooser, group: CacheGroup, device: Device, scales: CacheScales) -> type[AttentionBackend]:
     """The class that attends over a cache group. Raises PluginError when it cannot read the type of the group's cache."""
-    if not layout.group.attends:
+    if not group.attends:
         return NoAttention
-    chosen: type[AttentionBackend] = choose("attention_backend", group=layout.group, device=device, settings=choose.settings)
-    if layout.group.name in scales.by_group and not chosen.takes_scales:
+    chosen: type[AttentionBackend] = choose("attention_backend", group=group, device=device, settings=choose.settings)
+    if group.name in scales.by_group and not chosen.takes_scales:
         raise PluginError(
             f"cache.dtype is {choose.settings.cache.dtype!r}, but attention_backend {choose.chosen['attention_backend']} applies no scales "
             f"(its class {chosen.__name__} has takes_scales = False). Set cache.dtype=auto, or pin.attention_backend=paged"
@@ -167,13 +188,14 @@ def attention_backend(choose: Chooser, layout: GroupLayout, device: Device, scal
     return chosen
 
 
-def drafting_of(setup: DrafterSetup | None, backends: Mapping[str, AttentionBackend]) -> Drafting | None:
+def drafting_of(setup: DrafterSetup | None, backends: Mapping[str, AttentionBackend], layouts: Sequence[GroupLayout]) -> Drafting | None:
     """The drafter as a part of the runner. backends: of all cache groups."""
     if setup is None:
         return None
     own = {group.name: backends[group.name] for group in setup.needs.cache_groups}
     problem = setup.needs.capture_reason if setup.needs.capture == "none" else uncapturable(own)
-    return Drafting(setup.drafter, setup.needs, setup.policy, problem)
+    tables = tuple(layout.name for layout in layouts if any(group.name in own for group in layout.groups))
+    return Drafting(setup.drafter, setup.needs, setup.policy(tables), problem, setup.shared_map)
 
 
 def make_runner(parts: Parts, settings: RunnerSettings, max_model_len: int) -> Runner:
@@ -238,10 +260,15 @@ def cache_type(settings: RunnerSettings, dtype: torch.dtype) -> torch.dtype:
     return dtype if name == "auto" else CACHE_DTYPES[name]
 
 
-def pages_of(needs: Needs, settings: RunnerSettings, dtype: torch.dtype) -> tuple[int, list[GroupLayout]]:
-    """Bytes of a page, and what it holds for each group. dtype: of activations."""
-    groups, cache_dtype = needs.cache_groups, cache_type(settings, dtype)
-    return page_layout(groups, settings.cache.page_size, {group.name: stored_type(group, cache_dtype, dtype).itemsize for group in groups})
+def pages_of(
+    needs: Needs, settings: RunnerSettings, dtype: torch.dtype, riders: Mapping[str, Sequence[CacheGroup]] | None = None
+) -> tuple[int, list[GroupLayout]]:
+    """Bytes of a page, and what it holds for each group. dtype: of activations. riders: groups that others have in their pages."""
+    cache_dtype, riders = cache_type(settings, dtype), riders or {}
+    itemsize = {group.name: stored_type(group, cache_dtype, dtype).itemsize for group in needs.cache_groups}
+    riding = {group.name for guests in riders.values() for group in guests}
+    owners = [group for group in needs.cache_groups if group.name not in riding]
+    return page_layout(owners, settings.cache.page_size, itemsize, riders)
 
 
 def check_cache(settings: RunnerSettings, device: Device, needs: Needs, dtype: torch.dtype) -> None:

@@ -8,10 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum, IntFlag
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+if TYPE_CHECKING:
+    from modelrunner.media import MediaBatch
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
@@ -46,6 +50,7 @@ class Feature(IntFlag):
     ALL_LOGPROBS = 1 << 33  # of the whole vocabulary; goes with LOGPROBS
     PROMPT_LOGPROBS = 1 << 34  # the same at the positions of the prompt
     ALL_PROMPT_LOGPROBS = 1 << 35  # goes with PROMPT_LOGPROBS
+    MEDIA = 1 << 36  # of the body: some token takes its embedding from the arena of media, or stands before one that does
 
 
 PROCESSOR_BIT = 1 << 40  # the first one stands for Python functions, each of the next for a logits processor
@@ -115,6 +120,17 @@ class Prompts:
 
 
 @dataclass(frozen=True)
+class StepMedia:
+    """What the tokens of a step, [T] in batch order, read of media. lines: [T] int32 of the arena, -1 for tokens of text. positions:
+    [position_rows, T] int32, -1 for a token whose position follows from its index; None where all do. following: lines of the tokens after
+    each, -1 also where they are not encoded yet; None where no drafter asks."""
+
+    lines: Int32Array
+    positions: Int32Array | None
+    following: Int32Array | None = None
+
+
+@dataclass(frozen=True)
 class Plan:
     """What the host decided for one step. Decode rows (1 + num_draft query slots) come first, then prefill chunks.
 
@@ -125,7 +141,7 @@ class Plan:
     drafts to be made after it.
     row_features: [N] int64, those of each row, where the host must know them (`UNCAPTURED`); else None.
     prompt_lengths: [N - num_decode] int32 computed + query tokens of the rows that do not decode, exact; None in plans that start-up makes
-    up and of steps that are repeated.
+    up and of steps that are repeated. media: None unless features has MEDIA.
     """
 
     step: int
@@ -143,6 +159,7 @@ class Plan:
     num_next: int = 0
     row_features: Int64Array | None = None
     prompt_lengths: Int32Array | None = None
+    media: StepMedia | None = None
 
     @property
     def num_rows(self) -> int:
@@ -228,6 +245,7 @@ class Batch:
     token_row [T] int64: place in [0, N) of the token's row.  token_valid [T] bool.
     slots: group -> [T] int64 token position in the group's cache, -1 to skip.  block_tables: group -> [N, pages] int32, 0 = null page.
     columns: the request table's columns by name.  buffers: the ModelState's static buffers.
+    media: of steps that compute tokens of media or before them; None in all others (see `media.MediaBatch`).
 
     The sampler sees a step with drafts (num_draft k > 0) line by line: N * (1 + k) rows, 1 + k of each row of the step, of which line j has
     j drafts ahead of the row's known tokens.  samples: whether there is such a draft.  computed + query_len: position of the token to be
@@ -258,6 +276,7 @@ class Batch:
     columns: Mapping[str, torch.Tensor]
     buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
     prompts: Prompts | None = None
+    media: MediaBatch | None = None
     ahead: torch.Tensor | None = None
 
     def per_row(self, column: str) -> torch.Tensor:

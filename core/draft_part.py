@@ -47,8 +47,8 @@ class DraftPart:
         self.needs = needs
         self.max_model_len = max_model_len
         self.holds = max_model_len if needs.max_model_len is None else min(needs.max_model_len, max_model_len)
-        names = [group.name for group in needs.cache_groups]
-        self.layouts = [layout for layout in parts.layouts if layout.name in names]
+        self.groups = drafting.groups
+        self.layouts = [layout for layout in parts.layouts if any(group.name in self.groups for group in layout.groups)]
 
         def made(size: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros(size, dtype=dtype, device=device)
@@ -73,7 +73,7 @@ class DraftPart:
             positions=made(rows, torch.int64),
             valid=made(rows, torch.bool),
             input_ids=made(rows, torch.int64),
-            slots={name: made(rows, torch.int64) for name in names},
+            slots={layout.name: made(rows, torch.int64) for layout in self.layouts},
             tables={layout.name: made(rows * layout.pages_for(max_model_len), torch.int32) for layout in self.layouts},
         )
 
@@ -158,7 +158,7 @@ class DraftPart:
             hidden=None if self.hidden is None else self.hidden[:t],
             taps={point: states[:t] for point, states in self.taps.items()},
             attention=attention,
-            caches=ByGroup((layout.name, parts.caches[layout.name]) for layout in self.layouts),
+            caches=ByGroup((name, parts.caches[name]) for name in self.groups),
             columns=columns,
             next_pass=partial(self._pass, batch, parts, captured),
         )
@@ -176,6 +176,7 @@ class DraftPart:
         groups = [(tables[layout.name], layout.tokens_per_page, slots[layout.name]) for layout in self.layouts]
         lengths = (own.query_len[:n], own.computed[:n], own.seq_len[:n])
         places = (own.positions[:n], own.valid[:n])
+        owner = {group.name: layout.name for layout in self.layouts for group in layout.groups}
         self.ops.draft_pass(batch.rows, self.wants[:n], self.known[:n], columns["limit"], index, groups, *lengths, *places)
         single = replace(
             batch,
@@ -193,11 +194,12 @@ class DraftPart:
             positions=places[0],
             token_row=own.token_row[:n],
             token_valid=places[1],
-            slots=slots,
-            block_tables=tables,
+            slots={name: slots[owner[name]] for name in self.groups},
+            block_tables={name: tables[owner[name]] for name in self.groups},
             prompts=None,
+            media=None,
         )
-        attention = ByGroup((layout.name, bind(parts, layout.name, single, captured)) for layout in self.layouts)
+        attention = ByGroup((name, bind(parts, name, single, captured)) for name in self.groups)
         for bound in attention.values():
             bound.begin()
         return DraftPass(single, attention)

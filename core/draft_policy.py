@@ -30,7 +30,7 @@ class DraftPolicy:
         groups: Sequence[str] = (),
     ) -> None:
         """depth: steps in flight. off_above_rows: decode rows above which nothing is drafted. spare_tokens: choose k by what is kept: query
-        tokens up to which a step takes about as long as one of few; None always takes K. groups: the drafter's cache groups."""
+        tokens up to which a step takes about as long as one of few; None always takes K. groups: whose pages the drafter writes in."""
         self.most = most
         self.most_ahead = depth * (1 + most)
         self._off_above = off_above_rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,7 +13,7 @@ from modelrunner.choosing import Chooser, blaming, build_context, expect, open_c
 from modelrunner.device import Device
 from modelrunner.draft_policy import DraftPolicy
 from modelrunner.errors import ModelRunnerError, PluginError, SettingsError
-from modelrunner.model_state import ModelState, Needs, No, Yes, required_features
+from modelrunner.model_state import CacheGroup, FullAttention, ModelState, Needs, No, Yes, required_features
 from modelrunner.ops import Ops
 from modelrunner.request_table import Column
 from modelrunner.settings import RunnerSettings
@@ -35,14 +36,13 @@ class DrafterSetup:
     reader: CheckpointReader | None
     card: ModelCard | None
 
-    @property
-    def policy(self) -> DraftPolicy:
+    def policy(self, tables: Sequence[str]) -> DraftPolicy:
+        """How many drafts steps have. tables: the groups in whose pages the drafter writes."""
         settings = self.choose.settings
         speculation, depth = settings.speculation, settings.scheduler.pipeline_depth
         spare = speculation.spare_tokens if speculation.adaptive else None
-        groups = [group.name for group in self.needs.cache_groups]
         most, off_above = speculation.num_tokens, speculation.off_above_rows
-        return DraftPolicy(most, depth=depth, off_above_rows=off_above, spare_tokens=spare, groups=groups)
+        return DraftPolicy(most, depth=depth, off_above_rows=off_above, spare_tokens=spare, groups=tables)
 
     @property
     def columns(self) -> tuple[Column, ...]:
@@ -57,6 +57,27 @@ class DrafterSetup:
         refuse_twice(own + mine)
         groups, buffers = (*needs.cache_groups, *self.needs.cache_groups), (*needs.buffers, *self.needs.buffers)
         return replace(needs, cache_groups=groups, buffers=buffers)
+
+    @property
+    def shared_map(self) -> WeightMap | None:
+        """Where the drafter's tensors go, if they lie in the target's checkpoint."""
+        return None if self.reader is not None else self.drafter.weight_map()
+
+    def riders(self, needs: Needs) -> dict[str, list[CacheGroup]]:
+        """Which of the drafter's groups lie in the pages of which other: those that see the same tokens as the first of the target's
+        that attends. needs: of both.
+
+        A drafter keeps little of a token. In pages of its own, which have as many bytes as the target's, hundreds of tokens would lie in
+        one, and only prefixes of as many could be found again.
+        """
+        own = {group.name for group in self.needs.cache_groups}
+        attending = [group for group in needs.cache_groups if isinstance(group, FullAttention)]
+        hosts = {group.window: group.name for group in reversed(attending) if group.name not in own}
+        found: dict[str, list[CacheGroup]] = {}
+        for group in attending:
+            if group.name in own and group.window in hosts:
+                found.setdefault(hosts[group.window], []).append(group)
+        return found
 
     def build(
         self, target: ModelState, reader: CheckpointReader, card: ModelCard, tokenizer: Tokenizer | None, dtype: torch.dtype,

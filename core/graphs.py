@@ -26,7 +26,7 @@ from modelrunner.step_buffers import Buckets, Shape
 KINDS = (Feature.GREEDY, Feature.PLAIN)  # tails of decode steps captured at start-up; others on their second use
 # Features of tails that can be captured, beside those of logits processors: not those of taps, nor of log-probs of prompts and of whole
 # vocabularies.
-CAPTURED = Feature.PLAIN | Feature.FILTERED | EDITED | Feature.LOGPROBS
+CAPTURED = Feature.PLAIN | Feature.FILTERED | EDITED | Feature.LOGPROBS | Feature.MEDIA
 # Tails whose kernels are built at start-up: all that rows of built-in features may ask for.
 _DRAWS = (Feature.GREEDY, Feature.PLAIN, Feature.PLAIN | Feature.FILTERED)
 _EDITS = (Feature.GREEDY, MASKED, EDITED)
@@ -35,7 +35,7 @@ BUILT = tuple(draw | edits | told for draw in _DRAWS for edits in _EDITS for tol
 
 class Key(NamedTuple):
     """What tells one graph from another. size: padded query tokens of a body or a draft part, padded rows of a tail or of a step of decode
-    rows. num_draft, num_next: as in a plan."""
+    rows. features: of the tail; of a body and a draft part GREEDY or MEDIA. num_draft, num_next: as in a plan."""
 
     part: Literal["step", "body", "tail", "draft"]
     size: int
@@ -115,15 +115,17 @@ class StepGraphs:
         make: Callable[[Key], Callable[[], None]],
         reason: str = "",
         features: Feature = CAPTURED,
+        bodies: Sequence[Feature] = (Feature.GREEDY,),
         drafts: DraftKinds | None = None,
     ) -> None:
         """buckets: shapes that may be captured. make: builds the closure of a key. reason: why nothing is to be captured. features: those
-        that a captured step may have. drafts: with a drafter."""
+        that a captured step may have. bodies: the kinds of bodies that start-up captures. drafts: with a drafter."""
         self._drafts = drafts
         self.device = device
         self.reason = reason
         self._rows, self._tokens = ((), ()) if reason else (tuple(buckets.rows), tuple(buckets.tokens))
         self._make = make
+        self._bodies = tuple(bodies)
         self._uncaptured = ~int(features)
         self._closures: dict[Key, Callable[[], None]] = {}
         self._replays: dict[Key, Callable[[], None]] = {}
@@ -154,17 +156,20 @@ class StepGraphs:
         """The graphs that run `plan`, padded to `shape`, one after the other; none for a step that is not captured."""
         if int(plan.features) & self._uncaptured:
             return ()
-        features = as_built(plan.features)
+        media = plan.features & Feature.MEDIA
+        features = as_built(Feature(int(plan.features) & ~int(Feature.MEDIA)))  # ~MEDIA would drop the bits of processors
         num_draft, num_next = plan.num_draft, plan.num_next
         if plan.num_decode == plan.num_rows:
+            if media:  # the last token of a prompt is one of media: too rare for a graph
+                return ()
             return (Key("step", shape.num_rows, features, num_draft, num_next),) if shape.num_rows in self._rows else ()
         if shape.num_tokens not in self._tokens:
             return ()
-        body = Key("body", shape.num_tokens, num_draft=num_draft)
+        body = Key("body", shape.num_tokens, media, num_draft)
         tail = Key("tail", shape.tail_rows, features, num_draft)
         if self._drafts is None or not self._drafts.captured:
             return body, tail
-        return body, tail, Key("draft", shape.num_tokens, num_draft=num_draft, num_next=num_next)
+        return body, tail, Key("draft", shape.num_tokens, media, num_draft, num_next)
 
     @property
     def with_drafts(self) -> bool:
@@ -174,13 +179,15 @@ class StepGraphs:
     def _first_keys(self) -> list[Key]:
         """What start-up captures, from large to small. Steps with fewer drafts after them than in them are left for their second use."""
         choices = (0,) if self._drafts is None else self._drafts.policy.choices
-        bodies = [Key("body", tokens, num_draft=k) for tokens in reversed(self._tokens) for k in sorted({0, *choices})]
-        sizes = zip((0, *self._rows), self._rows, strict=False)
-        steps = [Key("step", rows, kind, k, k) for less, rows in sizes for k in reversed(self._ks(less + 1, rows)) for kind in KINDS[::-1]]
+        sizes = [(tokens, k) for tokens in reversed(self._tokens) for k in sorted({0, *choices})]
+        bodies = [Key("body", tokens, kind, k) for tokens, k in sizes for kind in self._bodies]
+        rising = zip((0, *self._rows), self._rows, strict=False)
+        steps = [Key("step", rows, kind, k, k) for less, rows in rising for k in reversed(self._ks(less + 1, rows)) for kind in KINDS[::-1]]
         steps.reverse()
         if self._drafts is not None and self._drafts.captured:
             pairs = dict.fromkeys([(0, choices[0]), *((k, k) for k in choices)])
-            bodies += [Key("draft", tokens, num_draft=k, num_next=after) for tokens in reversed(self._tokens) for k, after in pairs]
+            shapes = [(tokens, kind) for tokens in reversed(self._tokens) for kind in self._bodies]
+            bodies += [Key("draft", tokens, kind, k, after) for tokens, kind in shapes for k, after in pairs]
         return bodies + steps
 
     def _ks(self, fewest: int, most: int) -> tuple[int, ...]:

@@ -76,6 +76,7 @@ class RequestStream:
             request.cache_salt,
             request.choice,
             request.fork,
+            None if request.parcel is None else request.parcel.message,
         )
 
     # ---- the link's thread -----------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from modelrunner.prefix_cache import Hit
 from modelrunner.token_budget import TokenBudget
 
 BoolArray = npt.NDArray[np.bool_]
+NO_LIMIT = np.iinfo(np.int32).max
 
 
 class Selection(NamedTuple):
@@ -139,6 +140,7 @@ class HostRows:
     the same at least. drafts: most that a step may check for the row. num_drafted, num_accepted: drafts checked and kept in this tenancy.
     last_ticket [int64]: last step that names the row.
     guided [bool]: each of its tokens needs a mask that depends on the one before. held [bool]: that mask is not there yet.
+    computable: tokens up to the first item of media that is not encoded.
     token_log [max_rows, max_model_len]: prompt and committed output. features [int64]: bits of `batch.Feature`.
     """
 
@@ -161,6 +163,8 @@ class HostRows:
         self.guided = np.zeros(max_rows, np.bool_)
         self.held = np.zeros(max_rows, np.bool_)
         self.num_guided = 0  # active rows that are
+        self.computable = np.full(max_rows, NO_LIMIT, np.int32)
+        self.num_media = 0  # active rows with media that they have not computed yet
         self.last_ticket = np.full(max_rows, -1, np.int64)
         self.token_log = np.zeros((max_rows, max_model_len), np.int32)
         self.tables = [
@@ -198,14 +202,17 @@ class HostRows:
         """Rows of the next step.
 
         Rows with one token left to compute come first; what they leave of the budget goes to unfinished prompts, in the order of `running`.
-        A row that will have reached its limit once the steps in flight are collected is left out, and one that is held. waiting: requests
-        without a row. step: its number.
+        A row that will have reached its limit once the steps in flight are collected is left out, and one that is held. Rows go no further
+        than to media that are not encoded. waiting: requests without a row. step: its number.
         """
         if self.num_guided:
             running = running[~self.held[running]]
         running = running[self.known_lower[running] < self.limit[running]]
         pending = self.known_upper[running] - self.computed_upper[running]
-        decode = running[pending == 1]
+        last = pending == 1
+        if self.num_media:
+            pending = np.minimum(pending, self.computable[running] - self.computed_upper[running])
+        decode = running[last & (pending == 1)]
         if decode.size > budget.most:  # those that waited longest
             decode = decode[np.argsort(self.last_ticket[decode], kind="stable")[: budget.most]]
         wanted = self.drafts[decode]
@@ -214,7 +221,8 @@ class HostRows:
         if num_draft:
             useful = self.limit[decode] - 1 - self.known_lower[decode]
             query += np.minimum(np.minimum(wanted, num_draft), useful)
-        prefill, pending = running[pending > 1], pending[pending > 1]
+        many = ~last & (pending > 0)
+        prefill, pending = running[many], pending[many]
         tokens = budget.tokens(decode.size, prefill.size + waiting, int(self.computed_upper[decode].sum()), 1 + num_draft)
         left = max(tokens - decode.size * (1 + num_draft), 0)
         chunk = np.clip(left - (np.cumsum(pending) - pending), 0, pending).astype(np.int32)

@@ -26,6 +26,7 @@ from modelrunner.draft_part import DraftPart, bind
 from modelrunner.errors import EngineError, PluginError
 from modelrunner.extras import Extras
 from modelrunner.graphs import CAPTURED, DraftKinds, GraphReport, Key, StepGraphs
+from modelrunner.media_steps import media_steps
 from modelrunner.model_state import Tap
 from modelrunner.runner_parts import Parts, Route
 from modelrunner.step_buffers import Buckets, PlanPacker, Shape, StepBuffers
@@ -82,8 +83,10 @@ class Runner:
         self.route: Route | None = None  # of the last launched step, while its rows are on the device
         self.warming_up = False
         self.max_tokens, self.max_model_len = max_tokens, max_model_len
+        kinds = (Feature.GREEDY, Feature.MEDIA) if parts.needs.media is not None and parts.media_arena is not None else (Feature.GREEDY,)
         drafts = None if parts.drafting is None else DraftKinds(parts.drafting.policy, max_tokens, not parts.drafting.capture_problem)
-        self.graphs = StepGraphs(self.device, buckets, self._closure, no_graphs, CAPTURED | parts.sampler.captured, drafts)
+        self.graphs = StepGraphs(self.device, buckets, self._closure, no_graphs, CAPTURED | parts.sampler.captured, kinds, drafts)
+        self.media = self.buffers.media = media_steps(parts, entries, tokens)
         self.draft_groups = () if parts.drafting is None else parts.drafting.groups
         self.groups = [layout.name for layout in parts.layouts if layout.name not in self.draft_groups]
         self.caches = self._own_caches()
@@ -104,6 +107,9 @@ class Runner:
         longest = self.longest_prompt
         prompts = [blank_plans.prompt(plan, self.parts.layouts, n) for n in sorted({min(FIRST_PROMPT, longest), longest})]
         plans = (*kinds, replace(plan, features=Feature.LOGPROBS), *prompts, self._large_plan(self.max_tokens))
+        if self.media is not None:
+            plans += tuple(replace(each, features=each.features | Feature.MEDIA) for each in prompts)
+            kinds.append(replace(plan, features=Feature.MEDIA))
         self._build([*(partial(self._first, each) for each in plans), *sampler.loading()])
         self._rewind()
         self.warming_up = True
@@ -115,8 +121,13 @@ class Runner:
 
     def _build(self, work: Sequence[Callable[[], None]]) -> None:
         """Let the device get ready what `work` will launch. It may run parts of it without the kernels that say where their inputs lie."""
-        self.device.launch(lambda: fill(self.buffers.sample_index, 0))
-        self.device.build(work)
+
+        def reset() -> None:
+            fill(self.buffers.sample_index, 0)
+            if self.drafting is not None:
+                fill(self.drafting.last_place, 0)
+
+        self.device.build([partial(_in_order, reset, part) for part in work])
 
     def _first(self, plan: Plan) -> None:
         shape = self.buckets.shape(plan)
@@ -196,6 +207,8 @@ class Runner:
             taps = self.parts.taps.active(plan.features)
             asked = Asked.of(plan)
             compute = self._computation(plan, route.shape, taps, asked)
+        if self.media is not None and plan.media is not None:
+            compute = partial(_in_order, self.media.pack(plan, route.shape.num_tokens, entry), compute)
         work = compute if known and plan.patch.empty else partial(_in_order, self._pack(plan, route.shape, entry, rows=not known), compute)
         self.route = None  # until it is known that the rows are there
         try:
@@ -323,6 +336,8 @@ class Runner:
             extra = self.extras.take(ticket.entry, ticket.plan.num_rows)
         logprobs = self.logprobs.take(ticket.entry, ticket.plan)
         self.device.release(self.plans[ticket.entry])
+        if self.media is not None:
+            self.media.release(ticket.entry)
         if self.device.poison:
             self.device.launch(lambda: self._poison(ticket.entry))
         return Outcome(ticket.plan, records, extra, logprobs)
@@ -417,8 +432,13 @@ class Runner:
         for bound in attention.values():
             bound.begin()
         state.embed(batch, hidden)
-        positions = state.positions(batch, batch.positions)
-        hidden = state.forward(hidden, positions, attention, self.caches, tap)
+        given, more = batch.positions, {}
+        if self.media is not None:
+            self.media.place(batch, hidden)
+            given = self.media.positions(batch)
+            more = {} if self.parts.needs.media is None else {"media": batch.media}
+        positions = state.positions(batch, given)
+        hidden = state.forward(hidden, positions, attention, self.caches, tap, **more)
         if self.warming_up:
             self._require("forward", hidden, batch.num_tokens, self.parts.needs.hidden_size)
         if self.drafting is not None:

@@ -18,6 +18,7 @@ import numpy as np
 from modelrunner.admission import Admission, PatchSink
 from modelrunner.batch import EMPTY_PATCH, Drain, Finish, Outcome, Plan, Record
 from modelrunner.draft_policy import NO_DRAFTS, DraftPolicy
+from modelrunner.no_media import NoMedia
 from modelrunner.page_pool import GroupLayout, Int32Array, PagePool
 from modelrunner.request import Request, Status
 from modelrunner.rows import BoolArray, Growth, HostRows
@@ -36,7 +37,8 @@ class Scheduler:
     row_values: plain and seated column values of a request, by column name (a seated column's value is its elements).
     on_admit(row, request, resumed) gives further values, on_remove tells that the request left the row. seats: capacity of each seated
     column. max_batched_tokens, max_mixed_tokens, usual_context: see `TokenBudget`; the latter two only with chunked prefill. depth: steps
-    in flight at most. drafting: how many drafts steps have. shifted_cache: a page of some group depends on the token behind its end.
+    in flight at most. media: what the requests' media are encoded by. drafting: how many drafts steps have. shifted_cache: a page of some
+    group depends on the token behind its end.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class Scheduler:
         depth: int = 2,
         clock: Callable[[], float] = time.monotonic,
         cache_seed: bytes = b"",
+        media: NoMedia | None = None,
         drafting: DraftPolicy = NO_DRAFTS,
         shifted_cache: bool = False,
     ) -> None:
@@ -70,7 +73,7 @@ class Scheduler:
         self.admission = Admission(
             self._rows, pool, seats or {}, row_values, on_admit, on_remove,
             max_batched_tokens=max_batched_tokens, by_priority=policy == "priority",
-            chunked=chunked_prefill, caching=prefix_caching, cache_seed=cache_seed, shifted=shifted_cache,
+            chunked=chunked_prefill, caching=prefix_caching, cache_seed=cache_seed, shifted=shifted_cache, media=media,
         )  # fmt: skip
         self._builder = builder
         self._budget = TokenBudget(max_batched_tokens, max_mixed_tokens if chunked_prefill else None, usual_context)
@@ -152,7 +155,7 @@ class Scheduler:
         return [entry.request for entry in entries if entry is not None]
 
     def ready(self, request: Request) -> None:
-        """The mask of the request's next token is there: it can be planned, or admitted."""
+        """What the request's next token waited for is there, its mask or its media: it can be planned, or admitted."""
         if request.status is Status.RUNNING:
             self._rows.held[request.row] = False
         else:
@@ -286,13 +289,16 @@ class Scheduler:
         plan = draft.plan(self._step, self._rows, self._num_next(draft))
         if plan is None:
             return None
+        if self._rows.num_media:
+            plan = self.admission.media.attach(plan)
         self.stats.held += self.num_held
         table = self._rows
         self._undo = Undo(plan, np.concatenate(draft.sampled), draft.growths, draft.admitted, table.last_ticket[plan.rows])
         table.last_ticket[plan.rows] = plan.step
         self._in_flight.append(plan)
         self._step += 1
-        if plan.num_decode == self._running.size and not table.num_guided and plan.num_draft == plan.num_next:
+        usual = not table.num_guided and not table.num_media
+        if plan.num_decode == self._running.size and usual and plan.num_draft == plan.num_next:
             self._repeatable = plan
         return plan
 
@@ -383,6 +389,8 @@ class Scheduler:
         self.stats.computed_tokens += int(computing.sum())
         self.stats.generated_tokens += int(counts.sum())
         self.admission.index_prompts(at)
+        if rows.num_media:
+            self.admission.media.commit(at)
         for table in rows.tables:
             if table.windowed:
                 table.free_behind(at, rows.computed[at], self.pool)

@@ -54,6 +54,8 @@ ALIASES: Mapping[str, str] = types.MappingProxyType(
         "quantization": "linear.scheme",
         "max_logprobs": "sampler.max_logprobs",
         "logprobs_mode": "sampler.logprobs_mode",
+        "enable_prompt_embeds": "media.prompt_embeds",
+        "allowed_local_media_path": "media.folder",
     }
 )
 

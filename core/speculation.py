@@ -55,11 +55,12 @@ class TargetModel:
 class DrafterNeeds:
     """What a drafter asks the core for.
 
-    cache_groups: its own, with names that no group of the target has; each gets a block table like the target's, is found by prefixes and
-    freed alike, and has pages for k tokens beyond those that the step computes. columns: request-table columns (plain ones).
+    cache_groups: its own, with names that no group of the target has. What they keep of a token lies in the pages of a group of the target
+    that sees the same tokens, and is found by prefixes and freed with it; without such a group they have pages and a block table of their
+    own. There are pages for k tokens beyond those that the step computes. columns: request-table columns (plain ones).
     buffers: static device tensors, found as `step.batch.buffers[name]`; their names are nobody else's.
     shifted: what a cache group holds at a position was made from the token after it, too (as in EAGLE, where a hidden state meets the next
-    token): a prefix that is found in the cache is then cut short of its last page, whose end belongs to somebody else's next token.
+    token): a page is then found only by sequences that go on with the same token after it.
     hidden: whether `DraftStep.hidden` is wanted. tap_points: points of the target whose hidden states are wanted, as `DraftStep.taps`.
     probabilities: the drafter draws its tokens, and gives the distribution that it drew each from. Without, a proposal counts as certain.
     max_tokens: most tokens that it can propose a row; None for any number. max_model_len: positions that it can hold; None for as many as

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from modelrunner.batch import Batch, Int32Array, Patch, Plan
+from modelrunner.batch import Batch, Feature, Int32Array, Patch, Plan
+from modelrunner.media_steps import MediaSteps
 from modelrunner.model_state import Needs
 from modelrunner.page_pool import GroupLayout
 
@@ -116,6 +117,7 @@ class StepBuffers:
         """dtype: of activations. max_rows, max_tokens: of a padded step. num_draft: drafts of a row at most."""
         self.layouts = layouts
         self.packer = packer
+        self.media: MediaSteps | None = None
         self.staging = torch.zeros(packer.capacity, dtype=torch.int32, device=device)
 
         def rows(dtype: torch.dtype) -> torch.Tensor:
@@ -167,6 +169,10 @@ class StepBuffers:
             g.group.name: self.block_tables[g.group.name][: n * pages].view(n, pages)
             for g, pages in zip(self.layouts, plan.table_pages, strict=True)
         }
+        slots = {name: slots[:t] for name, slots in self.slots.items()}
+        for layout in self.layouts:
+            for rider in layout.riders:
+                tables[rider.group.name], slots[rider.group.name] = tables[layout.name], slots[layout.name]
         return Batch(
             num_rows=n,
             num_tokens=t,
@@ -187,9 +193,10 @@ class StepBuffers:
             positions=self.positions[:t],
             token_row=self.token_row[:t],
             token_valid=self.token_valid[:t],
-            slots={name: slots[:t] for name, slots in self.slots.items()},
+            slots=slots,
             block_tables=tables,
             columns=columns,
             buffers=self.extra,
             prompts=plan.prompts,
+            media=self.media.view(t) if self.media is not None and plan.features & Feature.MEDIA else None,
         )

@@ -51,7 +51,9 @@ def kernels(register: Register, device: Device) -> None:
             register.op(function.__name__, function, area=area)
     register.op("paged_attention", attention.paged_attention, area="attention", tolerance=CLOSE)
     register.op("indexed_attention", attention.indexed_attention, area="attention", tolerance=CLOSE)
-    register.op("embedding", embedding.embedding, area="embedding")
+    register.op("segment_attention", attention.segment_attention, area="attention", tolerance=CLOSE)
+    for function in (embedding.embedding, embedding.place_media, embedding.add_media, embedding.media_positions):
+        register.op(function.__name__, function, area="embedding")
     register.op("rms_norm", norm.rms_norm, area="norm", tolerance=CLOSE)
     register.op("apply_rope", rope.apply_rope, area="rope", tolerance=CLOSE)
     register.op("silu_mul", activation.silu_mul, area="activation", tolerance=CLOSE)

@@ -44,7 +44,8 @@ def options(
     tokens: most query tokens a step. mixed_tokens: of one in which prompts come beside many decoding rows. device: `cpu`, or `deferred_cpu`
     with the seed of its random moments, its chance to run early, and whether steps run as graphs. cache_dtype: of keys and values.
     drafter: by name, which proposes so many drafts, but none beside more than off_above_rows decoding rows. spare_tokens: how many is
-    chosen from step to step."""
+    chosen from step to step. On `cuda` steps with prompts are captured up to 256 tokens, as a graph of a recurrence in plain torch has some
+    kernels a token."""
     values: dict[str, Any] = {
         "scheduler": {
             "pipeline_depth": depth,
@@ -57,6 +58,8 @@ def options(
         "cache": {"num_pages": pages, "page_size": page_size, "prefix_caching": prefix, "dtype": cache_dtype},
         "device": {"name": device},
     }
+    if device == "cuda":
+        values["graphs"] = {"max_tokens": 256}
     if device == "deferred_cpu":
         section = {"seed": device_seed, "captures": captures} | ({} if run_probability is None else {"run_probability": run_probability})
         values["plugin"] = {"deferred_cpu": section}

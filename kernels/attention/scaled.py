@@ -29,9 +29,13 @@ def in_half(q: torch.Tensor, cache: torch.Tensor) -> bool:
 
 @triton.jit
 def factors(q, IN_HALF: tl.constexpr):
-    """Queries as factors of products: in float16, and smaller by HALF_QUERY, with IN_HALF."""
+    """Queries as factors of products: in float16, and smaller by HALF_QUERY, with IN_HALF.
+
+    They are made smaller as bfloat16, a power of two being exact: of a product in float32 the compiler would make one in float16, for which
+    they are too large.
+    """
     if IN_HALF:
-        q = (q.to(tl.float32) * HALF_QUERY).to(tl.float16)
+        q = (q * HALF_QUERY).to(tl.float32).to(tl.float16)
     return q
 
 

@@ -7,9 +7,10 @@ from functools import cache
 
 GEMV_ROWS = 2  # beyond, tensor cores
 TILE_ROWS = 128  # beyond, the vendor's library
-MANY_ROWS = 256  # the same for a product of so many weights, where the device copies tiles by itself,
+MANY_ROWS = range(193, 257)  # but for products of so many weights, where the device copies tiles by itself,
 MANY = range(2**21, 2**23)
-SMALL = 2**22  # and for one of no more weights that is added to a residual
+ADDED_ROWS = 256  # and for one of few weights that is added to a residual,
+SMALL = 2**22
 PROGRAMS = 128  # that keep the GPU busy
 LARGE = 2**24  # weights from which on the vendor's library reads them as fast, but for tall products of few outputs
 HELD = 2**17  # bytes of weights that a program holds in shared memory
@@ -89,11 +90,11 @@ def plan(
         return None
     if rows <= GEMV_ROWS:
         return _gemv(rows, outputs, inner, gated)
-    if rows > MANY_ROWS or bits != 16:
+    if bits != 16:
         return None
     weights = outputs * inner * (2 if gated else 1)
     if rows > TILE_ROWS:
-        return _many(rows, outputs, inner, gated) if streams and weights in MANY else None
+        return _many(rows, outputs, inner, gated) if streams and rows in MANY_ROWS and weights in MANY else None
     if weights >= LARGE:
         if streams and outputs < HEAD:
             return _stream(rows, outputs, inner, gated)
@@ -204,7 +205,7 @@ def _split(inner: int, most: int) -> int:
 @cache
 def added(rows: int, outputs: int, inner: int, bits: int) -> Tiles | None:
     """Instead of the vendor's library, which first copies the residual, for a product of more than TILE_ROWS rows that is added to one."""
-    if not TILE_ROWS < rows <= MANY_ROWS or bits != 16 or inner % 64 or outputs * inner > SMALL:
+    if not TILE_ROWS < rows <= ADDED_ROWS or bits != 16 or inner % 64 or outputs * inner > SMALL:
         return None
     if rows > 192 and inner > 2048:
         return Tiles(128, 64, 128, 4, 4, 3, warm=False)

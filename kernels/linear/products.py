@@ -23,7 +23,7 @@ ACTIVATIONS: dict[str, tuple[int, Callable[[torch.Tensor], torch.Tensor]]] = {
 def _choose(x: torch.Tensor, weight: torch.Tensor, outputs: int, gated: bool, norm: bool) -> Gemv | Tiles | Stream | None:
     """Tiles for x [T, K], or None for the vendor's library."""
     rows = x.shape[0]
-    if rows > MANY_ROWS or rows == 0 or x.stride(1) != 1 or not weight.is_contiguous():
+    if rows >= MANY_ROWS.stop or rows == 0 or x.stride(1) != 1 or not weight.is_contiguous():
         return None
     streams = weight.dtype == x.dtype and weight.data_ptr() % 16 == 0 and (not x.is_cuda or pdl(x)["PDL"])
     return plan(rows, outputs, x.shape[1], 8 * x.element_size(), gated, norm, x.dtype == torch.float16, streams)

@@ -11,6 +11,7 @@ from modelrunner.kernels.logits import reference
 from modelrunner.kernels.pdl import pdl
 
 BLOCK = 2048  # tokens a program
+SPAN = 4  # blocks of a program that lays masks on
 ENTRIES = 64  # entries of a list at a time
 OUTPUT_UNIT = tl.constexpr(reference.OUTPUT_UNIT)
 
@@ -76,35 +77,42 @@ def _edit_all(
 
 
 @triton.jit
+def _bits(ids, vocab, seat, masks_ptr, words):
+    """1 where the mask in a seat has the ids, 0 where not; 1 everywhere without a seat."""
+    word = tl.load(masks_ptr + seat.to(tl.int64) * words + ids // 32, mask=ids < tl.where(seat >= 0, vocab, 0), other=-1)
+    return (word >> (ids % 32)) & 1
+
+
+@triton.jit
 def _mask_all(
-    logits, stride, vocab, rows, allow_seats, masks, words, states, state_masks, BLOCK: tl.constexpr, PDL: tl.constexpr
+    logits, stride, vocab, rows, allow_seats, masks, words, states, state_masks, BLOCK: tl.constexpr, SPAN: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """Program (n, b): -inf for those of tokens b * BLOCK onwards of row n that a mask of the row leaves out. Where it leaves out all of
-    them they are not read, where it leaves out none they are not written."""
+    """Program (n, b): -inf for those of SPAN blocks of tokens of row n that a mask of the row leaves out. Where it leaves out all of a
+    block they are not read, where it leaves out none they are not written."""
     if PDL:
         gdc_launch_dependents()
-    n = tl.program_id(0).to(tl.int64)
-    ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = ids < vocab
-    kept = tl.full([BLOCK], 1, tl.int32)
-    if PDL:
         gdc_wait()
+    n = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + n).to(tl.int64)
+    seat, state = tl.full([], -1, tl.int32), tl.full([], -1, tl.int32)
     if allow_seats is not None:
         seat = tl.load(allow_seats + row)
-        if seat >= 0:
-            word = tl.load(masks + seat.to(tl.int64) * words + ids // 32, mask=inside, other=0)
-            kept &= word >> (ids % 32)
     if states is not None:
         state = tl.load(states + row)
-        if state >= 0:
-            word = tl.load(state_masks + state.to(tl.int64) * words + ids // 32, mask=inside, other=0)
-            kept &= word >> (ids % 32)
-    if tl.min(tl.where(inside, kept, 1), 0) == 0:
-        x = tl.full([BLOCK], -float("inf"), tl.float32)
-        if tl.max(tl.where(inside, kept, 0), 0) != 0:
-            x = tl.where(kept != 0, tl.load(logits + n * stride + ids, mask=inside, other=0.0).to(tl.float32), x)
-        tl.store(logits + n * stride + ids, x, mask=inside)
+    if (seat >= 0) | (state >= 0):
+        for block in range(SPAN):
+            ids = (tl.program_id(1) * SPAN + block) * BLOCK + tl.arange(0, BLOCK)
+            inside = ids < vocab
+            kept = tl.full([BLOCK], 1, tl.int32)
+            if allow_seats is not None:
+                kept &= _bits(ids, vocab, seat, masks, words)
+            if states is not None:
+                kept &= _bits(ids, vocab, state, state_masks, words)
+            if tl.min(kept, 0) == 0:
+                x = tl.full([BLOCK], -float("inf"), tl.float32)
+                if tl.max(tl.where(inside, kept, 0), 0) != 0:
+                    x = tl.where(kept != 0, tl.load(logits + n * stride + ids, mask=inside, other=0.0).to(tl.float32), x)
+                tl.store(logits + n * stride + ids, x, mask=inside)
 
 
 @triton.jit
@@ -236,4 +244,5 @@ def mask_logits(logits: torch.Tensor, rows: torch.Tensor, allowed: Seated | None
     assert logits.stride(1) == 1, "the logits of a row lie side by side"
     if n:
         head = (logits, logits.stride(0), vocab, rows)
-        _mask_all[(n, triton.cdiv(vocab, BLOCK))](*head, *_masks(allowed, automata), BLOCK, num_warps=4, **pdl(logits))
+        grid = (n, triton.cdiv(vocab, BLOCK * SPAN))
+        _mask_all[grid](*head, *_masks(allowed, automata), BLOCK, SPAN, num_warps=4, **pdl(logits))

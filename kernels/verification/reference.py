@@ -57,17 +57,16 @@ def verify_drafts(
     if temperature is None:
         flat, good = greedy(logits)
     else:
-        filters = [None if column is None else column[line] for column in (top_k, top_p, min_p)]
-        flat, good = sample(logits, temperature[line], filters[0], filters[1], filters[2], seed[line], position, choice[line])
+        kinds = [None if column is None else column[line] for column in (top_k, top_p, min_p)]
+        flat, good = sample(logits, temperature[line], kinds[0], kinds[1], kinds[2], seed[line], position, choice[line])
     tokens, good, counting = flat.view(-1, slots), good.view(-1, slots), samples.view(-1, slots)
     ahead = token_ids[line, position.clamp(max=token_ids.shape[1] - 1).long()].view(-1, slots)[:, :k]
     drafts = torch.where(counting[:, 1:], ahead, -1)
     accepted = tokens[:, :k] == drafts
     if temperature is not None and k and (draft_probs is not None or typical is not None):
-        first = [tensor.view(-1, slots)[:, :k].flatten() for tensor in (line, position)]
-        followed, probs = logits.unflatten(0, (-1, slots))[:, :k].flatten(0, 1), None if typical else draft_probs
+        judged, (lines, places) = logits.unflatten(0, (-1, slots)), (t.view(-1, slots)[:, :k].flatten() for t in (line, position))
         columns = (temperature, top_k, top_p, min_p, seed, choice)
-        likely, own = _judge(followed, drafts, first[0], first[1], *columns, probs, typical or (0.0, 0.0))
+        likely, own = _judge(judged[:, :k].flatten(0, 1), drafts, lines, places, columns, None if typical else draft_probs, typical)
         draws = (temperature[line] > GREEDY_TEMPERATURE).view(-1, slots)[:, :k]
         accepted = torch.where(draws, likely | (accepted if typical else False), accepted)
         own = torch.where(draws & (own >= 0), own, tokens[:, :k])
@@ -81,29 +80,28 @@ def _judge(
     drafts: torch.Tensor,
     line: torch.Tensor,
     position: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor | None,
-    top_p: torch.Tensor | None,
-    min_p: torch.Tensor | None,
-    seed: torch.Tensor,
-    choice: torch.Tensor,
+    columns: tuple[torch.Tensor | None, ...],
     draft_probs: torch.Tensor | None,
-    typical: tuple[float, float],
+    typical: tuple[float, float] | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Of rows that draw: which drafts are likely enough, [N, k] bool, and what comes in the place of one that is not, [N, k] int64.
 
     -1 for no draft and for the line's ordinary token. logits: [N * k, V], of the lines that a draft may follow. line, position: [N * k].
+    columns: temperature, filters, seed and choice, [R].
     """
     n, k = drafts.shape
-    given = (None if column is None else column[line] for column in (temperature, top_k, top_p, min_p))
-    chances = processed_logits(logits, *given).softmax(-1)  # type: ignore[arg-type]
+    *filters, seed, choice = (None if column is None else column[line] for column in columns)
+    assert filters[0] is not None
+    assert seed is not None
+    assert choice is not None
+    chances = processed_logits(logits, filters[0], filters[1], filters[2], filters[3]).softmax(-1)
     at = drafts.clamp(min=0).long().view(-1, 1)
     own = chances.gather(1, at).view(n, k)
     if draft_probs is None:
         entropy = -(chances * chances.log().clamp(min=-1e30)).sum(-1).view(n, k)
-        threshold, factor = typical
+        threshold, factor = typical or (0.0, 0.0)
         return (drafts >= 0) & (own > (-entropy).exp().mul(factor).clamp(max=threshold)), torch.full_like(drafts, -1)
-    keys, proposed = (seed[line], position, choice[line]), draft_probs.flatten(0, 1)
+    keys, proposed = (seed, position, choice), draft_probs.flatten(0, 1)
     coin = uniform_noise(*keys, PURPOSE_ACCEPT, 1).view(n, k)
     # A line without a draft has no q: its token is the ordinary one.
     surplus = (chances - proposed).masked_fill_((drafts < 0).view(-1, 1), 0.0).clamp_(min=0.0)

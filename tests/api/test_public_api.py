@@ -26,6 +26,7 @@ PUBLIC = {
         *["ModelState", "Needs", "CacheGroup", "FullAttention", "SlidingWindow", "RecurrentState", "StaticBuffer"],
         *["BuildContext", "Shard", "Yes", "No"],
     ],
+    "media": ["MediaNeeds", "MediaProcessor", "MediaItem", "MediaRun", "Expanded", "Video", "EncoderInput", "MediaBatch"],
     "weights": ["WeightMap", "Target"],
     "batch": ["Batch"],
     "request_table": ["Column"],

@@ -80,3 +80,26 @@ def test_every_setting_alone(name: str, pattern: str) -> None:
     driver.finish()
     assert_same(dense(), prompt, params, driver.result("a"))
     assert driver.engine.scheduler.stats.num_drafted > 0
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_every_setting_acts_after_a_preemption(depth: int) -> None:
+    """Drafts that lay behind a row's tokens, and counts that had seen some of its tokens, are gone with the row."""
+    driver = Driver(drafted(PATTERNS["first right"]).engine(drafter="script", drafts=3, rows=16, depth=depth, device="deferred_cpu"))
+    probe, prompt = EngineProbe(driver), PROMPTS["script"]
+    probe.poison_freed_pages()
+    for name in NAMES:
+        driver.add(name, prompt, with_setting(name, prompt))
+    for _ in range(3):
+        for _ in range(3):
+            driver.step()
+        probe.drain()
+        for name in [name for name in driver.engine.requests if probe.row_of(name) >= 0]:
+            probe.preempt(name)
+    driver.finish()
+    for name in NAMES:
+        assert_same(dense(), prompt, with_setting(name, prompt), driver.result(name))
+    stats = driver.engine.scheduler.stats
+    assert stats.preemptions > len(NAMES)
+    assert stats.num_accepted > 0
+    probe.assert_clean()

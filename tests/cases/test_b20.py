@@ -10,6 +10,7 @@ from hybrid import hybrid
 
 from modelrunner import Engine, SamplingParams
 from modelrunner.testing import Driver, EngineProbe, P, Subject, dense, options
+from tests.model_states.drafters.engines import subject as heads_target
 
 LENGTHS = (20, 64, 127, 128, 129, 200)
 PARAMS = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, prompt_logprobs=1)
@@ -29,6 +30,8 @@ def numbers(driver: Driver, together: bool) -> list[list[float]]:
 
 
 def run_on(subject: Subject, device: str, drafter: str | None) -> None:
+    """Graphs and the drafter against neither."""
+
     def start(eager: bool) -> Driver:
         graphs = {"graphs": {"eager": eager, "max_tokens": 128, "bucket_rows": (1, 2, 4)}}
         speculation = {} if eager else {"drafter": drafter}
@@ -53,3 +56,8 @@ def test_prompt_logprobs_do_not_jump_at_the_capture_limit(model: Callable[[], Su
 def test_prompt_logprobs_beside_a_drafter(drafter: str, device: str) -> None:
     """Whose graphs take hidden states from buffers of their own; compared with graphs off and drafter off."""
     run_on(certain(50, dense()), device, drafter)
+
+
+def test_prompt_logprobs_beside_a_drafter_that_reads_hidden_states(device: str) -> None:
+    """A module for multi-token prediction, run three times."""
+    run_on(heads_target(), device, "mtp")

@@ -35,6 +35,7 @@ def test_found_by_its_entry_point(site: Path) -> None:
     assert "modelrunner-followers" in listing.stdout
 
 
+@pytest.mark.slow
 def test_passes_the_suite(site: Path) -> None:
     tests = str(SOURCE / "test_followers.py")
     done = run("pytest", "-c", os.devnull, "--rootdir", str(site.parent), "-p", "no:cacheprovider", "-q", tests, path=site)

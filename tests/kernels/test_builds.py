@@ -59,14 +59,30 @@ build = next(build for build in BUILDS if build.constexprs.get("R"))
 sass = compile_build(build, 90).sass()
 print(0 < sass.find("LDGSTS") < sass.find("ACQBULK"))
 """
+WEIGHTS_AHEAD = """
+from modelrunner.kernels.builds import compile_build
+from modelrunner.kernels.linear.gpu import BUILDS
+build = next(build for build in BUILDS if build.constexprs.get("EARLY"))
+sass = compile_build(build, 90).sass()
+print(0 < sass.find("UTMALDG") < sass.find("ACQBULK"))
+"""
+MADE_SMALLER = """
+import re
+from modelrunner.kernels.attention.gpu import BUILDS
+from modelrunner.kernels.builds import compile_build
+build = next(build for build in BUILDS if build.kernel.__name__ == "prefill_attention" and build.constexprs["IN_HALF"])
+sass = compile_build(build, 90).sass()
+print(bool(re.search(r"H(MUL2|FMA2)\\.BF16", sass)) and not re.search(r"H(MUL2|FMA2)(?!\\.BF16|\\.MMA)", sass))
+"""
 
 
 @pytest.mark.slow
-def test_keys_are_on_their_way_before_attention_waits_for_its_queries() -> None:
-    """In the machine code, copies to shared memory come before the wait for the kernel before."""
+@pytest.mark.parametrize("code", [FETCHED_AHEAD, WEIGHTS_AHEAD, MADE_SMALLER], ids=["keys", "weights", "queries in half"])
+def test_machine_code(code: str) -> None:
+    """Keys and weights are on their way to shared memory before the wait for the kernel before; queries become small, then float16."""
     pytest.importorskip("triton")
     environ = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-P", "-c", FETCHED_AHEAD], env=environ, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-P", "-c", code], env=environ, capture_output=True, text=True)
     assert done.stdout == "True\n", done.stdout + done.stderr
 
 

@@ -14,6 +14,7 @@ for _module in (
     "lab",
     "linear_scheme",
     "logits_processor",
+    "media",
     "model_state",
     "promises",
     "step_cases",
@@ -30,6 +31,7 @@ from modelrunner.testing.conformance.kernel_cases import Draw  # noqa: E402
 from modelrunner.testing.conformance.lab import Reference, transformers_checkpoint, transformers_reference  # noqa: E402
 from modelrunner.testing.conformance.linear_scheme import LinearSchemeConformance  # noqa: E402
 from modelrunner.testing.conformance.logits_processor import LogitsProcessorConformance  # noqa: E402
+from modelrunner.testing.conformance.media import MediaReference, TakesMedia  # noqa: E402
 from modelrunner.testing.conformance.model_state import MatchesReference, ModelStateConformance  # noqa: E402
 
 __all__ = [
@@ -40,8 +42,10 @@ __all__ = [
     "LinearSchemeConformance",
     "LogitsProcessorConformance",
     "MatchesReference",
+    "MediaReference",
     "ModelStateConformance",
     "Reference",
+    "TakesMedia",
     "transformers_checkpoint",
     "transformers_reference",
 ]

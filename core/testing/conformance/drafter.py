@@ -82,12 +82,7 @@ class DrafterConformance:
         """Greedy and drawn requests over prompts that repeat themselves and others; one that wants one draft at most, and one none."""
         drawn = {"temperature": 1.0, "top_k": 20}
         plain: list[tuple[list[int], dict[str, Any]]] = [(R(8), {}), (P(9, 1) * 3, {}), (P(33, 2), {}), (R(5), drawn), (P(21, 4), drawn)]
-        wishes: list[tuple[list[int], dict[str, Any]]] = [
-            *plain,
-            (P(5, 3) * 4, {"repetition_penalty": 1.2}),
-            (R(6), {"num_draft_tokens": 1}),
-            (R(7), {"num_draft_tokens": 0}),
-        ]
+        wishes = [*plain, (P(5, 3) * 4, {"repetition_penalty": 1.2}), (R(6), {"num_draft_tokens": 1}), (R(7), {"num_draft_tokens": 0})]
         return [(prompt, self.params(**more)) for prompt, more in wishes]
 
     def tokens(self, driver: Driver, requests: Sequence[tuple[list[int], SamplingParams]], preempt: bool = False) -> list[list[int]]:
@@ -185,12 +180,25 @@ class DrafterConformance:
         assert not heard.odd, heard.odd
 
     def test_asks_for_no_values(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """What a GPU could not do without making the host wait is refused, here on the CPU."""
+        """What a GPU could not do without making the host wait is refused, here on the CPU. Attention is of a kind that a GPU has too."""
+        monkeypatch.setenv("MODELRUNNER_PIN__ATTENTION_BACKEND", "paged")
         driver = self.driver(monkeypatch, depth=1)
         drafting = driver.engine.runner.parts.drafting
         assert drafting is not None
         setattr(drafting.drafter, "propose", guarded(drafting.drafter.propose))  # noqa: B010
         self.tokens(driver, self.requests())
+
+    def test_does_not_synchronise_on_a_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """No wait inside a step (waiting for an earlier step's results is not counted)."""
+        if not torch.cuda.is_available():
+            pytest.skip("needs an NVIDIA GPU")
+        driver = self.driver(monkeypatch, device="cuda")
+        self.tokens(driver, self.requests())
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            self.assert_lengths(self.tokens(driver, self.requests()))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
     def test_requests_that_want_none_have_none(self, monkeypatch: pytest.MonkeyPatch) -> None:
         driver = self.driver(monkeypatch)

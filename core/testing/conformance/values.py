@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 READERS = ("_local_scalar_dense", "equal", "is_nonzero")
 SHAPED_BY_DATA = ("nonzero", "masked_select", "unique_consecutive", "_unique", "_unique2", "unique_dim", "bincount")
 HOST_COPIES = ("tolist", "numpy", "cpu", "__array__")
-DEVICE_METHODS = ("before_forward", "embed", "positions", "forward", "logits")
+DEVICE_METHODS = ("before_forward", "embed", "positions", "forward", "logits", "encode")
 
 
 class ValueAsked(AssertionError):
@@ -72,9 +72,9 @@ def no_host_copies() -> Iterator[None]:
 def guarded(method: Callable[..., Any]) -> Callable[..., Any]:
     """The method, which raises ValueAsked where a GPU would make the host wait."""
 
-    def run(*arguments: Any) -> Any:
+    def run(*arguments: Any, **options: Any) -> Any:
         with no_host_copies(), NoValues():  # type: ignore[no-untyped-call]
-            return method(*arguments)
+            return method(*arguments, **options)
 
     return run
 

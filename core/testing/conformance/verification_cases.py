@@ -54,6 +54,10 @@ KINDS = ("greedy", "plain", "filtered", "probs", "filtered_probs", "typical", "f
 VERIFICATION_CASES: dict[str, tuple[Any, Any]] = {
     "verify_drafts": (
         verify_drafts,
-        (*((5, 3, 70, kind) for kind in KINDS), *((2, 6, 331, kind) for kind in KINDS), (1, 1, 5, "plain"), (1, 2, 4100, "probs")),
+        (
+            *((5, 3, 70, kind) for kind in KINDS),
+            *((2, 6, 331, kind) for kind in ("plain", "filtered_probs")),
+            *((1, 1, 5, "plain"), (1, 2, 4100, "probs"), (1, 2, 4100, "typical")),
+        ),
     ),
 }
