@@ -14,10 +14,12 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
 from threading import Lock
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import triton
+from triton.runtime import build
 from triton.runtime.jit import JITFunction
 
 from modelrunner.kernels.build_helpers import HELPERS
@@ -33,7 +35,7 @@ def built_ahead(device: torch.device) -> Iterator[None]:
 
     One that cannot be built is passed over: its first launch says why.
     """
-    with _patching, _Builders(device) as builders, triton.AsyncCompileMode(builders, ignore_errors=True):
+    with _patching, _modules_apart(), _Builders(device) as builders, triton.AsyncCompileMode(builders, ignore_errors=True):
         plain, token = JITFunction.run, _seen.set(set())
 
         def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
@@ -53,18 +55,41 @@ def built_ahead(device: torch.device) -> Iterator[None]:
             _seen.reset(token)
 
 
+@contextmanager
+def _modules_apart() -> Iterator[None]:
+    """Threads that load kernels' launchers get each its own.
+
+    Triton gives all these modules one name. Python keeps one module of a name that was loaded twice from its file, and puts the contents
+    of whichever came last into it: a thread might take another's function out of it.
+    """
+    plain, loading = getattr(build, "_load_module_from_path", None), Lock()
+    if plain is None:
+        yield
+        return
+
+    def load(name: str, path: str) -> SimpleNamespace:
+        with loading:
+            return SimpleNamespace(**vars(plain(name, path)))
+
+    build._load_module_from_path = load
+    try:
+        yield
+    finally:
+        build._load_module_from_path = plain
+
+
 class _Builders(ThreadPoolExecutor):
     """Threads that build kernels and load them."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(min(MAX_THREADS, len(os.sched_getaffinity(0))), "build-kernels", torch.cuda.set_device, (device,))
 
-    def submit(self, build: Callable[[], Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        return super().submit(_loaded, build)
+    def submit(self, work: Callable[[], Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        return super().submit(_loaded, work)
 
 
-def _loaded(build: Callable[[], Any]) -> Any:
-    kernel = HELPERS.build(build)
+def _loaded(work: Callable[[], Any]) -> Any:
+    kernel = HELPERS.build(work)
     _ = kernel.run  # makes its launcher and loads it onto the GPU
     return kernel
 

@@ -12,7 +12,7 @@ from modelrunner.kernels.verification.verify import BLOCK, STEPS, _accept, _reco
 OVERRIDES: dict[str, Callable[..., Any]] = {"verify_drafts": verify_drafts}
 
 TYPES = {
-    **dict.fromkeys(("longest", "lines", "stride", "vocab", "segments"), "i32"),
+    **dict.fromkeys(("longest", "lines", "stride", "vocab", "segments", "K"), "i32"),
     **dict.fromkeys(("rows", "computed", "query_len", "token_ids", "choice", "places", "counts"), "*i32"),
     **dict.fromkeys(("temperature", "heats", "sums", "found", "draft_probs"), "*fp32"),
     **dict.fromkeys(("tokens", "seed"), "*i64"),
@@ -30,7 +30,7 @@ def _build(kernel: Any, dtype: str = "*fp32", absent: tuple[str, ...] = (), warp
 
 def _accept_build(k: int, absent: tuple[str, ...], judged: bool, typical: bool = False, dtype: str = "*bf16") -> Build:
     width = max(2, 1 << k.bit_length())
-    return _build(_accept, dtype, absent, 1, K=k, WIDTH=width, PARTS=64, JUDGED=judged, TYPICAL=typical)
+    return _build(_accept, dtype, absent, 1, WIDTH=width, PARTS=64, JUDGED=judged, TYPICAL=typical)
 
 
 BUILDS: list[Build] = [
@@ -41,8 +41,8 @@ BUILDS: list[Build] = [
     _accept_build(3, (), True),
     _accept_build(3, ("heats",), True, dtype="*fp32"),
     _accept_build(3, ("found", "places", "draft_probs"), True, True),
-    *(_build(_sums, dtype, K=3, BLOCK=BLOCK, STEPS=STEPS) for dtype in ("*bf16", "*fp32")),
-    _build(_sums, "*fp32", ("heats",), K=3, BLOCK=BLOCK, STEPS=STEPS),
-    *(_build(_recover, dtype, K=3, BLOCK=BLOCK, STEPS=STEPS, PARTS=64) for dtype in ("*bf16", "*fp32")),
-    _build(_recover, "*fp32", ("heats",), K=3, BLOCK=BLOCK, STEPS=STEPS, PARTS=64),
+    *(_build(_sums, dtype, BLOCK=BLOCK, STEPS=STEPS) for dtype in ("*bf16", "*fp32")),
+    _build(_sums, "*fp32", ("heats",), BLOCK=BLOCK, STEPS=STEPS),
+    *(_build(_recover, dtype, BLOCK=BLOCK, STEPS=STEPS, PARTS=64) for dtype in ("*bf16", "*fp32")),
+    _build(_recover, "*fp32", ("heats",), BLOCK=BLOCK, STEPS=STEPS, PARTS=64),
 ]

@@ -1,7 +1,7 @@
-"""Verification in Triton: the sampling kernels draw a token for every slot, and a last, small launch finds how far a row's drafts hold.
+"""Verification in Triton: the sampling kernels draw a token for every line, and a last, small launch finds how far a row's drafts hold.
 
-With probabilities of the drafter, or typical acceptance, two reads of the slots that have drafts come in between: one for the sums that
-make logits probabilities, one for the token that replaces a rejected draft.
+With probabilities of the drafter two reads of the lines that a draft follows come in between: one for the sums that make logits
+probabilities, one for the token that replaces a rejected draft. With typical acceptance it is the first alone.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ NOWHERE = tl.constexpr(0x7FFFFFFF)
 
 Result = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
-
-_ANY_SIZE = ["longest", "lines", "segments"]
+_ANY_SIZE = ["longest", "lines", "segments", "K"]
 
 
 @triton.jit
@@ -43,8 +42,8 @@ def _draft(line, mask, rows, samples, computed, query_len, token_ids, longest):
 
 @triton.jit(do_not_specialize=_ANY_SIZE)
 def _sums(
-    rows, samples, computed, query_len, token_ids, longest, temperature, scores, heats, lines, stride, vocab, sums, segments,
-    K: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr, PDL: tl.constexpr,
+    rows, samples, computed, query_len, token_ids, longest, temperature, scores, heats, lines, stride, vocab, sums, segments, K,
+    BLOCK: tl.constexpr, STEPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (m, s): STEPS blocks of the scores of draft m. lines: of scores, a row. heats: what scores are divided by; None: 1.
 
@@ -110,8 +109,8 @@ def _holds(
 @triton.jit(do_not_specialize=_ANY_SIZE)
 def _recover(
     rows, samples, computed, query_len, token_ids, longest, temperature, seed, choice, scores, heats, lines, stride, vocab, sums, segments,
-    draft_probs, found, places,
-    K: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+    draft_probs, found, places, K,
+    BLOCK: tl.constexpr, STEPS: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (m, s): of the blocks that `_sums` took, the token of max(p - q, 0) that its noise puts first, if draft m is rejected.
 
@@ -162,8 +161,8 @@ def _replacement(found, places, segments, PARTS: tl.constexpr):
 @triton.jit(do_not_specialize=_ANY_SIZE)
 def _accept(
     rows, samples, computed, query_len, token_ids, longest, temperature, seed, choice, scores, heats, lines, stride, vocab, sums, segments,
-    draft_probs, found, places, threshold, factor, tokens, good, counts, ok,
-    K: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, JUDGED: tl.constexpr, TYPICAL: tl.constexpr, PDL: tl.constexpr,
+    draft_probs, found, places, threshold, factor, tokens, good, counts, ok, K,
+    WIDTH: tl.constexpr, PARTS: tl.constexpr, JUDGED: tl.constexpr, TYPICAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program n: how far the drafts of row n hold. tokens: [N, 1 + K] int64, drawn, of which drafts and recovered ones are put right."""
     if PDL:

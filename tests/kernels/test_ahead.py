@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import triton.language as tl
+from triton.runtime import build
 from triton.runtime.jit import JITFunction
 
 from modelrunner.kernels.ahead import built_ahead
@@ -53,6 +56,27 @@ def test_another_threads_launch_is_run(launches: list[tuple[bool, Any]]) -> None
         other.join()
         kernel[(1,)](x, 3, 1.0, BLOCK=8)
     assert [warmup for warmup, _ in launches] == [False, True]
+
+
+LAUNCHER = """
+#include <Python.h>
+static PyObject *launch(PyObject *self, PyObject *args) {{ return PyLong_FromLong({number}); }}
+static PyMethodDef methods[] = {{{{"launch", launch, METH_VARARGS, NULL}}, {{NULL, NULL, 0, NULL}}}};
+static struct PyModuleDef module = {{PyModuleDef_HEAD_INIT, "same_name", NULL, -1, methods}};
+PyMODINIT_FUNC PyInit_same_name(void) {{ return PyModule_Create(&module); }}
+"""
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_launchers_loaded_again_stay_apart(apart: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two modules of one name, each loaded twice: without the guard, the first one is the second one afterwards."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    sources = [LAUNCHER.format(number=number) for number in (1, 2)]
+    with built_ahead(torch.device("cpu")) if apart else nullcontext():
+        first = [build.compile_module_from_src(source, "same_name") for source in sources]
+        again = [build.compile_module_from_src(source, "same_name") for source in sources]
+    assert [module.launch() for module in first] == [1, 2]
+    assert [module.launch() for module in again] == ([1, 2] if apart else [2, 2])
 
 
 def test_an_error_leaves_nothing_behind(launches: list[tuple[bool, Any]]) -> None:
