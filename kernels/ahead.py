@@ -14,10 +14,12 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
 from threading import Lock
+from types import ModuleType
 from typing import Any
 
 import torch
 import triton
+from triton.runtime import build
 from triton.runtime.jit import JITFunction
 
 from modelrunner.kernels.build_helpers import HELPERS
@@ -33,7 +35,7 @@ def built_ahead(device: torch.device) -> Iterator[None]:
 
     One that cannot be built is passed over: its first launch says why.
     """
-    with _patching, _Builders(device) as builders, triton.AsyncCompileMode(builders, ignore_errors=True):
+    with _patching, _launchers_apart(), _Builders(device) as builders, triton.AsyncCompileMode(builders, ignore_errors=True):
         plain, token = JITFunction.run, _seen.set(set())
 
         def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
@@ -53,6 +55,29 @@ def built_ahead(device: torch.device) -> Iterator[None]:
             _seen.reset(token)
 
 
+@contextmanager
+def _launchers_apart() -> Iterator[None]:
+    """Modules by which Triton launches kernels all have one name. Python gives one that is loaded again as the last of that name, with
+    other contents, so threads that load at the same time would get each other's. Within, each load gives a module of its own.
+    """
+    plain, loading = getattr(build, "_load_module_from_path", None), Lock()
+    if plain is None:
+        yield
+        return
+
+    def load(name: str, path: str) -> ModuleType:
+        with loading:
+            module = ModuleType(name)
+            module.__dict__.update(vars(plain(name, path)))
+            return module
+
+    build._load_module_from_path = load
+    try:
+        yield
+    finally:
+        build._load_module_from_path = plain
+
+
 class _Builders(ThreadPoolExecutor):
     """Threads that build kernels and load them."""
 
@@ -63,8 +88,8 @@ class _Builders(ThreadPoolExecutor):
         return super().submit(_loaded, build)
 
 
-def _loaded(build: Callable[[], Any]) -> Any:
-    kernel = HELPERS.build(build)
+def _loaded(work: Callable[[], Any]) -> Any:
+    kernel = HELPERS.build(work)
     _ = kernel.run  # makes its launcher and loads it onto the GPU
     return kernel
 

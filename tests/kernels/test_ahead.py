@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 import triton.language as tl
+from triton.runtime import build
 from triton.runtime.jit import JITFunction
 
 from modelrunner.kernels.ahead import built_ahead
@@ -53,6 +55,21 @@ def test_another_threads_launch_is_run(launches: list[tuple[bool, Any]]) -> None
         other.join()
         kernel[(1,)](x, 3, 1.0, BLOCK=8)
     assert [warmup for warmup, _ in launches] == [False, True]
+
+
+def test_launchers_of_one_name_do_not_mix(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Python does, the one that is loaded again is the last of its name."""
+    shared = ModuleType("launcher")
+
+    def load(name: str, path: str) -> ModuleType:
+        shared.launch = path  # type: ignore[attr-defined]
+        return shared
+
+    monkeypatch.setattr(build, "_load_module_from_path", load)
+    with built_ahead(torch.device("cpu")):
+        first, second = (build._load_module_from_path("launcher", path) for path in ("one", "two"))
+    assert (first.launch, second.launch, shared.launch) == ("one", "two", "two")
+    assert build._load_module_from_path is load
 
 
 def test_an_error_leaves_nothing_behind(launches: list[tuple[bool, Any]]) -> None:
