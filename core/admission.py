@@ -15,8 +15,9 @@ import numpy as np
 from modelrunner.batch import Patch
 from modelrunner.errors import RequestError
 from modelrunner.forks import Forks
+from modelrunner.no_media import NoMedia
 from modelrunner.page_pool import Int32Array, PagePool
-from modelrunner.prefix_cache import Hit, PageKeys, PrefixCache, root_key
+from modelrunner.prefix_cache import Hit, PageKeys, PrefixCache, media_spans, root_key
 from modelrunner.request import Request, Status
 from modelrunner.rows import HostRows
 from modelrunner.waiting import Entry, Seats, WaitingQueue
@@ -44,7 +45,8 @@ class Admission:
     """Requests by id, rows by holder, and the way between queue and rows.
 
     entries: every unfinished request by id. holders: per row the entry that holds it. refused: requests that `on_admit` raised for.
-    parked: requests by id that wait, but not in the queue: the mask of their next token is not there (see `guides`).
+    parked: requests by id that wait, but not in the queue: the mask of their next token is not there (see `guides`), or what they are to
+    compute first is not encoded (see `encoding`).
     """
 
     def __init__(
@@ -61,7 +63,12 @@ class Admission:
         chunked: bool,
         caching: bool,
         cache_seed: bytes,
+        media: NoMedia | None = None,
+        shifted: bool = False,
     ) -> None:
+        """media: what the requests' media are encoded by."""
+        self.media = media or NoMedia()
+        self.media.rows = rows
         self.queue = WaitingQueue(by_priority)
         self.forks = Forks()
         self.seats = Seats(seats)
@@ -72,7 +79,7 @@ class Admission:
         self._rows = rows
         self._pool = pool
         self._layouts = [table.layout for table in rows.tables]
-        self._cache = PrefixCache(self._layouts, pool)
+        self._cache, self._shifted = PrefixCache(self._layouts, pool), shifted
         self._row_values, self._on_admit, self._on_remove = row_values, on_admit, on_remove
         self._chunk = max_batched_tokens
         self._chunked = chunked
@@ -98,6 +105,7 @@ class Admission:
         request.status = Status.WAITING
         entry = self.entries[request.id] = Entry(request, plain, seated)
         self.forks.join(request)
+        self._wait_for_media(entry)
         self._enqueue(entry, parked=request.guide is not None)
 
     def _split_values(self, request: Request) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -118,10 +126,15 @@ class Admission:
             self.queue.push(entry)
 
     def unpark(self, request: Request) -> None:
-        """The request's next token has its mask."""
+        """What the request was parked for is there."""
         self._enqueue(self.parked.pop(request.id), parked=False)
 
+    def _wait_for_media(self, entry: Entry, parked: bool = False) -> None:
+        if entry.request.media is not None:
+            self.media.wait(entry.request, self._hit(entry, entry.tokens()).length, parked=parked)
+
     def _refuse_misfit(self, request: Request) -> None:
+        self.media.check(request)
         prompt, limit = len(request.prompt_token_ids), request.limit
         if not 0 < prompt < limit <= self._rows.max_model_len:
             raise RequestError(
@@ -153,12 +166,14 @@ class Admission:
     def requeue(self, entry: Entry, parked: bool = False) -> None:
         """Let a request that gave up its row wait again, at its old place. parked: its row was held."""
         entry.request.status = Status.PREEMPTED if entry.request.num_preemptions else Status.WAITING
+        self._wait_for_media(entry)
         self._enqueue(entry, parked)
 
     def forget(self, request: Request) -> None:
         """The request has ended: it holds no row (any more)."""
         waiting = request.status in (Status.WAITING, Status.PREEMPTED)
         request.status = Status.FINISHED
+        self.media.forget(request)
         self.entries.pop(request.id)
         if waiting and self.parked.pop(request.id, None) is None and not self.forks.is_held(request):
             self.queue.dropped()
@@ -177,7 +192,7 @@ class Admission:
         """Take the pages of a shared prompt out of the index, where nobody else may find them."""
         keys, tokens = self._page_keys(request), np.array(request.prompt_token_ids, np.int32)
         for table in self._rows.tables:
-            chain = keys.extend(tokens, table.tokens_per_page, tokens.size // table.tokens_per_page)
+            chain = keys.extend(tokens, table.tokens_per_page, keys.pages_of(tokens.size, table.tokens_per_page))
             found = [self._pool.find(table.index, key) for key in chain]
             self._pool.forget(np.array([page for page in found if page], np.int32))
 
@@ -197,6 +212,11 @@ class Admission:
         while (entry := self.candidate(budget)) is not None:
             tokens = entry.tokens()
             hit = self._hit(entry, tokens)
+            able = self.media.limit(entry.request, hit.length)
+            if able <= hit.length or (able < tokens.size and not self._chunked):
+                self.parked[entry.request.id] = self.queue.pop()
+                self._wait_for_media(entry, parked=True)
+                continue
             whole = 1 if self._chunked else max(len(entry.request.prompt_token_ids) - hit.length, 1)
             if budget < whole or not self._fits(entry, tokens.size, hit):
                 return None
@@ -206,7 +226,7 @@ class Admission:
             if builder.num_words and not builder.fits(builder.row_words({**values, **entry.seated})):
                 self._on_remove(self._free_rows[-1], entry.request)
                 return None
-            chunk = min(budget, tokens.size - hit.length)
+            chunk = min(budget, min(tokens.size, able) - hit.length)
             self._enter(entry, tokens, hit, chunk, values)
             try:
                 builder.row(entry.request.row, values)
@@ -229,14 +249,16 @@ class Admission:
     def _page_keys(self, request: Request) -> PageKeys:
         """The root of its pages' keys. Without prefix caching nobody but those that share its prompt has the same one."""
         private = None if self._caching else request.fork
-        return PageKeys(root_key(self._cache_seed, request.extra.get("adapter"), request.cache_salt, request.cache_world, private))
+        root = root_key(self._cache_seed, request.extra.get("adapter"), request.cache_salt, request.cache_world, private)
+        return PageKeys(root, self._shifted, () if request.media is None else media_spans(request.media))
 
     def _is_blocked(self, entry: Entry) -> bool:
         """Whether no page came back or entered the index since this entry did not fit: then it is not looked up again."""
         return self._blocked == (entry.request.sequence, self._pool.gains)
 
     def _fits(self, entry: Entry, known: int, hit: Hit) -> bool:
-        tokens = min(known + 1, entry.request.limit - 1)
+        ahead = max([self._rows.policy.most, *(table.ahead for table in self._rows.tables)])
+        tokens = min(known + 1 + ahead, entry.request.limit - 1)
         needed = 0
         for layout, pages in zip(self._layouts, hit.pages, strict=True):
             idle = int(np.count_nonzero(self._pool.owners[pages] == 0))  # free now, taken by the hit itself
@@ -282,14 +304,16 @@ class Admission:
         if not request.num_preemptions:
             request.num_cached_tokens = hit.length
         entry.seats = self.seats.take(entry.seated)
-        rows.open(row, tokens, hit.length, len(request.prompt_token_ids), request.limit, request.features, request.guide is not None)
+        asked = request.features, request.guide is not None, request.num_draft
+        rows.open(row, tokens, hit.length, len(request.prompt_token_ids), request.limit, *asked)
+        self.media.enter(row, request, hit.length)
         for pages in hit.pages:
             self._pool.retain(pages)
-        one, upto = np.array([row], np.int32), np.array([hit.length + chunk], np.int32)
+        one, upto, limit = np.array([row], np.int32), np.array([hit.length + chunk], np.int32), np.array([request.limit], np.int32)
         for table in rows.tables:
             table.take_hit(row, hit)
-            table.grow(one, table.deficit(one, upto), self._pool)
-            table.hashed[row] = tokens.size // table.tokens_per_page if entry.keys is not None else 0
+            table.grow(one, table.lacks(one, upto, limit), self._pool)
+            table.hashed[row] = 0 if entry.keys is None else entry.keys.pages_of(tokens.size, table.tokens_per_page)
             values[f"pages.{table.layout.name}"] = table.pages[row, : table.used[row]].copy()
         values["generation"] = int(rows.generation[row])
         values.update({name: (seat, entry.seated[name]) for name, seat in entry.seats.items()})
@@ -337,14 +361,17 @@ class Admission:
         entry = self.holders[row]
         assert entry is not None, f"row {row} has no request"
         assert entry.request is request, f"row {row} is not held by request {request.id!r}"
+        request.num_drafted += int(rows.num_drafted[row])
+        request.num_accepted += int(rows.num_accepted[row])
         request.output_token_ids.extend(rows.output(row)[len(request.output_token_ids) :].tolist())
         if entry.keys is not None and self._caching:
-            computed = int(rows.computed[row])
+            computed, known = int(rows.computed[row]), int(rows.known[row])
             for table in rows.tables:
-                stop = computed // table.tokens_per_page
+                stop = min(computed // table.tokens_per_page, entry.keys.pages_of(known, table.tokens_per_page))
                 chain = entry.keys.extend(rows.token_log[row], table.tokens_per_page, stop)
                 self._cache.insert(table.index, chain, table.pages[row], int(table.indexed[row]), stop)
         rows.close(row, self._pool)
+        self.media.leave(row)
         self.holders[row] = None
         self._leaving.append((row, entry.seats))
         entry.seats = {}
@@ -361,6 +388,7 @@ class Admission:
             if self._rows.last_ticket[row] < oldest:
                 self._free_rows.append(row)
                 self.seats.give(seats)
+                self.media.left(row)
             else:
                 staying.append((row, seats))
         self._leaving = staying
@@ -371,6 +399,7 @@ class Admission:
         assert np.array_equal(np.flatnonzero(self._rows.active), held), "active rows and held rows differ"
         every = sorted(held + self._free_rows + [row for row, _ in self._leaving])
         assert every == list(range(len(self.holders))), f"rows {every} are held, free or leaving, not each row once"
+        self.media.check_books([entry.request for entry in self.entries.values()])
         self.seats.check([entry.seats for entry in self.holders if entry is not None] + [seats for _, seats in self._leaving])
         running = {entry.request.id for entry in self.holders if entry is not None}
         queued = {entry.request.id for entry in self.queue.entries()}

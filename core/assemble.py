@@ -5,10 +5,9 @@ The order is that of `hookspecs.HookSpecs`. Every function here runs once an eng
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 
@@ -18,23 +17,25 @@ from modelrunner.cache_scales import CacheScales
 from modelrunner.cache_setup import CacheMaker, check_budget
 from modelrunner.caches import stored_type
 from modelrunner.checkpoint import CheckpointReader, ModelCard
+from modelrunner.choosing import Chooser, blaming, build_context, expect, open_checkpoint, require_deterministic
 from modelrunner.device import Device
-from modelrunner.errors import CapacityError, ModelRunnerError, PluginError, SettingsError
+from modelrunner.drafter_setup import DrafterSetup, set_up_drafter
+from modelrunner.errors import CapacityError, PluginError, SettingsError
 from modelrunner.grammar import GrammarBackend, vocabulary
-from modelrunner.graphs import capture_problem, decode_buckets, token_buckets
+from modelrunner.graphs import capture_problem, decode_buckets, token_buckets, uncapturable
 from modelrunner.guides import COLUMN, Guides
-from modelrunner.linear import LinearFactory
-from modelrunner.model_state import BuildContext, ModelState, Needs, No, Yes, required_features
+from modelrunner.media_setup import FIRST_EMBEDDINGS, MediaParts, open_media
+from modelrunner.media_steps import DELTA
+from modelrunner.model_state import CacheGroup, ModelState, Needs, No, Yes, required_features
 from modelrunner.observers import Observer
 from modelrunner.ops import Ops, Registry
 from modelrunner.page_pool import GroupLayout, page_layout
-from modelrunner.plugin_choice import Choice, nothing_fits, pin_of
 from modelrunner.plugin_contract import flatten
 from modelrunner.plugin_manager import PluginManager
 from modelrunner.request import merged_eos
 from modelrunner.request_table import RUN_OVERHEAD, Column, RequestTable
 from modelrunner.runner import Runner
-from modelrunner.runner_parts import Parts
+from modelrunner.runner_parts import Drafting, Parts
 from modelrunner.sampler import Functions, ProcessorRegistry, Processors, Sampler, default_stages
 from modelrunner.settings import Resolved, RunnerSettings, load_settings, merge_sections
 from modelrunner.step_buffers import Buckets
@@ -43,52 +44,14 @@ from modelrunner.taps import ModelInfo, Tap
 from modelrunner.text import Tokenizer
 from modelrunner.weights import WeightMap, load_weights
 
-T = TypeVar("T")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CACHE_DTYPES = DTYPES | {"float8_e4m3fn": torch.float8_e4m3fn}
 DEFAULT_DTYPE = {"cpu": "float32"}  # others: bfloat16
 
 
-class Chooser:
-    """Asks hooks for offers, with the settings' pins, and notes what was chosen."""
-
-    def __init__(self, manager: PluginManager, settings: RunnerSettings) -> None:
-        self.manager = manager
-        self.settings = settings
-        self.chosen: dict[str, str] = {}
-
-    def __call__(self, hook: str, *, setting: str = "", **arguments: Any) -> Any:
-        """Load the best offer of `hook`. setting: one that may name an offer too, e.g. `device.name`; `pin.<hook>` comes first."""
-        pin, pinned_by = pin_of(self.settings, hook, setting)
-        choice = self.manager.choose(hook, pin=pin, pinned_by=pinned_by, **arguments)
-        self.chosen[hook] = f"{choice.offer.name} ({choice.plugin})"
-        return choice.load()
-
-    def later(self, hook: str, **arguments: Any) -> Choice[Any] | str:
-        """The best offer of `hook`, to be loaded when it is needed; if there is none, why. Raises PluginError as `__call__` for others."""
-        pin, pinned_by = pin_of(self.settings, hook)
-        answers = self.manager.ask(hook, **arguments)
-        question = self.manager.question(hook, pin, answers, arguments, pinned_by)
-        if pin is None and not question.offers:
-            return nothing_fits(question)
-        choice = self.manager.choose(hook, pin=pin, pinned_by=pinned_by, **arguments)
-        self.chosen[hook] = f"{choice.offer.name} ({choice.plugin})"
-        return choice
-
-
 def settle(arguments: Mapping[str, Any], manager: PluginManager) -> RunnerSettings:
     """The effective settings, with the sections that the plugins declare."""
     return load_settings(arguments, sections=merge_sections(manager.collect("settings_sections")))
-
-
-def open_checkpoint(choose: Chooser) -> tuple[CheckpointReader, ModelCard]:
-    """Find the model's files, read its card, and settle its configuration."""
-    model = choose.settings.model
-    path = choose("model_source", name=model.name, settings=choose.settings)
-    reader: CheckpointReader = choose("checkpoint_readers", setting="model.load_format", path=path)(path, model.name)
-    card = reader.card()
-    config = choose("model_config", card=card)
-    return reader, card.with_config(config)
 
 
 @dataclass(frozen=True)
@@ -112,6 +75,7 @@ class Assembly:
     scales: CacheScales
     runner: Runner
     observers: list[tuple[str, Observer]]
+    media: MediaParts
 
 
 def assemble(arguments: Mapping[str, Any], plugins: Sequence[object] = ()) -> Assembly:
@@ -133,28 +97,59 @@ def assemble(arguments: Mapping[str, Any], plugins: Sequence[object] = ()) -> As
         needs = checked_needs(state, card, settings)
         check_cache(settings, device, needs, dtype)
         scales = CacheScales(needs.cache_groups, cache_dtype, device.torch_device)
-        build_module(choose, reader, card, state, dtype, device, ops, scales)
     max_model_len = min(settings.model.max_model_len or needs.max_model_len, needs.max_model_len)
+    setup = set_up_drafter(choose, card, state, needs, max_model_len)
+    with blaming(f"model_state {choose.chosen['model_state']}"):
+        build_module(choose, reader, card, state, dtype, device, ops, scales)
+    if setup is not None:
+        setup.build(state, reader, card, tokenizer, dtype, device, ops)
     tap_points = needs.tap_points if isinstance(state.supports("taps"), Yes) else ()
     info = ModelInfo(card, settings, tap_points, needs.hidden_size, needs.vocab_size, max_model_len, dtype, device.torch_device)
     taps, needs = collect_taps(manager, info, state, needs)
     guides = make_guides(choose, card, tokenizer, needs.vocab_size, ops, device)
-    sampler = Sampler(ops, default_stages(collect_processors(manager, info), Functions(), arena=guides.arena))
-    page_bytes, layouts = pages_of(needs, settings, dtype)
-    attending = {layout.group.name: attention_backend(choose, layout, device, scales) for layout in layouts}
+    if setup is not None:
+        needs = setup.join(needs)
+        scales.by_group.update(CacheScales(setup.needs.cache_groups, cache_dtype, device.torch_device).by_group)
+    own = settings.speculation
+    typical = (own.typical_threshold, own.typical_factor) if own.acceptance == "typical" else None
+    stages = default_stages(collect_processors(manager, info), Functions(), arena=guides.arena)
+    sampler = Sampler(ops, stages, typical)
+    page_bytes, layouts = pages_of(needs, settings, dtype, {} if setup is None else setup.riders(needs))
+    attending = {group.name: attention_backend(choose, group, device, scales) for layout in layouts for group in layout.groups}
     maker = CacheMaker(device, ops, settings, layouts, page_bytes, dtype, cache_dtype, attending, max_model_len, scales)
     cache, memory = maker.make_first(), ""
+    with blaming(f"the arena of media of model_state {choose.chosen['model_state']}"):
+        shifted = setup is not None and setup.needs.shifted
+        media = open_media(state, needs, settings, device, dtype, tokenizer, max_model_len, shifted)
     columns = [*core_columns(layouts, max_model_len), *sampler.columns(settings, needs.vocab_size), *needs.columns]
+    columns += [DELTA] if media.front.facts.position_rows > 1 and media.encoder is not None else []
+    columns += () if setup is None else setup.columns
     with blaming(f"the request table with the columns of model_state {choose.chosen['model_state']}"):
         capacity = patch_capacity(settings, layouts, columns, masks=not guides.problem)
         table = RequestTable(columns, settings.scheduler.max_rows, device.torch_device, capacity)
-    parts = Parts(device, ops, state, needs, dtype, sampler, table, layouts, cache.views, cache.backends, taps)
+    parts = Parts(
+        device,
+        ops,
+        state,
+        needs,
+        dtype,
+        sampler,
+        table,
+        layouts,
+        cache.views,
+        cache.backends,
+        taps,
+        media.arena,
+        drafting_of(setup, cache.backends, layouts),
+    )
     with blaming("the runner with the buffers of a step"):
         runner = make_runner(parts, settings, max_model_len)
     with blaming(f"the first step of model_state {choose.chosen['model_state']}"):
+        if media.encodes:
+            media.try_out(FIRST_EMBEDDINGS)
         runner.warm_up()
         if maker.measured:
-            cache, use = maker.enlarge(runner)
+            cache, use = maker.enlarge(runner, media.try_out if media.encodes else None)
             memory = str(use)
         graphs = runner.capture()
     resolved = Resolved(
@@ -172,36 +167,19 @@ def assemble(arguments: Mapping[str, Any], plugins: Sequence[object] = ()) -> As
     )
     observers = collect_objects(manager, "observer", settings=settings)
     parts_of = (manager, settings, resolved, card, tokenizer, device, needs, state, sampler, taps, guides)
-    return Assembly(*parts_of, table, tuple(layouts), cache.arena, scales, runner, observers)
-
-
-@contextmanager
-def blaming(component: str) -> Iterator[None]:
-    """Name the component in whatever it raises that is not already one of our errors."""
-    try:
-        yield
-    except ModelRunnerError:
-        raise
-    except torch.OutOfMemoryError as error:
-        first = str(error).splitlines()[0]
-        raise CapacityError(
-            f"{component} does not fit into the device's memory: take a model, a model.dtype or a linear.scheme with smaller weights, a "
-            f"smaller scheduler.max_rows, or free what other programs hold ({first})"
-        ) from error
-    except Exception as error:
-        raise PluginError(f"{component} failed at start-up: {type(error).__name__}: {error}") from error
+    return Assembly(*parts_of, table, tuple(layouts), cache.arena, scales, runner, observers, media)
 
 
 def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def attention_backend(choose: Chooser, layout: GroupLayout, device: Device, scales: CacheScales) -> type[AttentionBackend]:
+def attention_backend(choose: Chooser, group: CacheGroup, device: Device, scales: CacheScales) -> type[AttentionBackend]:
     """The class that attends over a cache group. Raises PluginError when it cannot read the type of the group's cache."""
-    if not layout.group.attends:
+    if not group.attends:
         return NoAttention
-    chosen: type[AttentionBackend] = choose("attention_backend", group=layout.group, device=device, settings=choose.settings)
-    if layout.group.name in scales.by_group and not chosen.takes_scales:
+    chosen: type[AttentionBackend] = choose("attention_backend", group=group, device=device, settings=choose.settings)
+    if group.name in scales.by_group and not chosen.takes_scales:
         raise PluginError(
             f"cache.dtype is {choose.settings.cache.dtype!r}, but attention_backend {choose.chosen['attention_backend']} applies no scales "
             f"(its class {chosen.__name__} has takes_scales = False). Set cache.dtype=auto, or pin.attention_backend=paged"
@@ -210,26 +188,21 @@ def attention_backend(choose: Chooser, layout: GroupLayout, device: Device, scal
     return chosen
 
 
-class MayBeDeterministic(Protocol):
-    """A component that says whether a row's results can be made to depend on no other row."""
-
-    deterministic: bool
-
-
-def require_deterministic(
-    settings: RunnerSettings, component: MayBeDeterministic | type[AttentionBackend], what: str, setting: str
-) -> None:
-    """Raise SettingsError if the mode is on and the component cannot be so. setting: by which another is taken."""
-    if settings.device.deterministic and not component.deterministic:
-        raise SettingsError(
-            f"device.deterministic is set, but with {what} a request's results depend on what runs beside it; take another ({setting}), "
-            "or leave the mode off. Those that can: device cuda, attention backend paged, linear schemes plain and int8"
-        )
+def drafting_of(setup: DrafterSetup | None, backends: Mapping[str, AttentionBackend], layouts: Sequence[GroupLayout]) -> Drafting | None:
+    """The drafter as a part of the runner. backends: of all cache groups."""
+    if setup is None:
+        return None
+    own = {group.name: backends[group.name] for group in setup.needs.cache_groups}
+    problem = setup.needs.capture_reason if setup.needs.capture == "none" else uncapturable(own)
+    tables = tuple(layout.name for layout in layouts if any(group.name in own for group in layout.groups))
+    return Drafting(setup.drafter, setup.needs, setup.policy(tables), problem, setup.shared_map)
 
 
 def make_runner(parts: Parts, settings: RunnerSettings, max_model_len: int) -> Runner:
     """The runner, with the buckets that settings and graphs ask for."""
-    no_graphs = capture_problem(settings.graphs.eager, parts.device, parts.state, parts.needs, parts.backends)
+    drafted = () if parts.drafting is None else parts.drafting.groups
+    own = {name: backend for name, backend in parts.backends.items() if name not in drafted}
+    no_graphs = capture_problem(settings.graphs.eager, parts.device, parts.state, parts.needs, own)
     rows, tokens = settings.scheduler.max_rows, settings.scheduler.max_batched_tokens
     bucket_rows = settings.graphs.bucket_rows or (() if no_graphs else decode_buckets(rows))
     bucket_tokens = settings.graphs.bucket_tokens or (() if no_graphs else token_buckets(min(settings.graphs.max_tokens, tokens)))
@@ -262,13 +235,6 @@ def declared(state: ModelState, card: ModelCard, settings: RunnerSettings) -> Ne
     return expect(Needs, state.declare(card, settings), state, "declare")
 
 
-def expect(kind: type[T], value: object, state: ModelState, method: str) -> T:
-    """`value` if it is what the method must return. Raises TypeError that names the method."""
-    if not isinstance(value, kind):
-        raise TypeError(f"{type(state).__name__}.{method} returned {value!r} ({type(value).__name__}); a {kind.__qualname__} is needed")
-    return value
-
-
 def checked_needs(state: ModelState, card: ModelCard, settings: RunnerSettings) -> Needs:
     """What the state declares; refuses features that it cannot do and lengths that it cannot hold."""
     needs = declared(state, card, settings)
@@ -294,10 +260,15 @@ def cache_type(settings: RunnerSettings, dtype: torch.dtype) -> torch.dtype:
     return dtype if name == "auto" else CACHE_DTYPES[name]
 
 
-def pages_of(needs: Needs, settings: RunnerSettings, dtype: torch.dtype) -> tuple[int, list[GroupLayout]]:
-    """Bytes of a page, and what it holds for each group. dtype: of activations."""
-    groups, cache_dtype = needs.cache_groups, cache_type(settings, dtype)
-    return page_layout(groups, settings.cache.page_size, {group.name: stored_type(group, cache_dtype, dtype).itemsize for group in groups})
+def pages_of(
+    needs: Needs, settings: RunnerSettings, dtype: torch.dtype, riders: Mapping[str, Sequence[CacheGroup]] | None = None
+) -> tuple[int, list[GroupLayout]]:
+    """Bytes of a page, and what it holds for each group. dtype: of activations. riders: groups that others have in their pages."""
+    cache_dtype, riders = cache_type(settings, dtype), riders or {}
+    itemsize = {group.name: stored_type(group, cache_dtype, dtype).itemsize for group in needs.cache_groups}
+    riding = {group.name for guests in riders.values() for group in guests}
+    owners = [group for group in needs.cache_groups if group.name not in riding]
+    return page_layout(owners, settings.cache.page_size, itemsize, riders)
 
 
 def check_cache(settings: RunnerSettings, device: Device, needs: Needs, dtype: torch.dtype) -> None:
@@ -318,10 +289,7 @@ def build_module(
 ) -> None:
     """Build the state's module with the chosen linear scheme and fill it from the checkpoint, and so the cache's scales."""
     settings = choose.settings
-    scheme_type = choose("linear_scheme", setting="linear.scheme", card=card, device=device, settings=settings)
-    require_deterministic(settings, scheme_type, f"linear scheme {scheme_type.name}", "linear.scheme")
-    linear = LinearFactory(scheme_type(ops, dtype, device.torch_device))
-    context = BuildContext(settings=settings, card=card, ops=ops, linear=linear, dtype=dtype, device=device.torch_device)
+    context = build_context(choose, card, dtype, device, ops)
     state.module = expect(torch.nn.Module, state.build(context), state, "build").eval()
     weight_map = expect(WeightMap, state.weight_map(card), state, "weight_map")
     load_weights(state.module, weight_map, reader, seed=settings.model.seed, through=lambda tensors: scales.passing(tensors, weight_map))

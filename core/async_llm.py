@@ -21,11 +21,16 @@ from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import BaseModel
 
-from modelrunner.assemble import Chooser, open_checkpoint, settle
-from modelrunner.chat import Message, chat_tokenizer, num_characters, one_conversation, with_text
+from modelrunner.assemble import settle
+from modelrunner.chat import Message, chat_tokenizer, num_characters, one_conversation, opened
+from modelrunner.chat_media import has_media
 from modelrunner.choice_stream import ChoiceStream
+from modelrunner.choosing import Chooser, open_checkpoint
 from modelrunner.engine_link import EngineLink
 from modelrunner.errors import PluginError, PluginWarning, RequestError
+from modelrunner.media_front import EMBEDS_KEY, MEDIA_KEYS, MediaFacts
+from modelrunner.media_messages import Parcel
+from modelrunner.media_setup import front_of
 from modelrunner.messages import Sleep, UpdateWeights, WakeUp
 from modelrunner.new_weights import Weights, check_version, checkpoint_name
 from modelrunner.plugin_manager import PluginManager, warn_once
@@ -69,6 +74,7 @@ class AsyncLLM:
             self.close()
             raise
         self._vocab_size, self._max_model_len = ready.vocab_size, ready.max_model_len
+        self._media = front_of(self.settings, MediaFacts(*ready.media), self._make_state, self.tokenizer)
         for category, text in ready.warnings:
             if category == PluginWarning.__name__:
                 warn_once(text)
@@ -79,6 +85,7 @@ class AsyncLLM:
         """Read what this process needs of the checkpoint, while the engine process loads the rest."""
         choose = Chooser(manager, self.settings)
         _, self.card = open_checkpoint(choose)
+        self._make_state = lambda: choose("model_state", card=self.card, settings=self.settings)(self.card, self.settings)
         skip = self.settings.model.skip_tokenizer_init
         self.tokenizer: Tokenizer | None = None if skip else choose("tokenizer", card=self.card, settings=self.settings)
 
@@ -109,6 +116,7 @@ class AsyncLLM:
         sampling_params: None for `default_sampling_params`. Its `output_kind` decides what is yielded: `delta` yields all new text each
         time and loses nothing; `cumulative` yields all text so far, the newest when the caller is slow; `final_only` yields once.
         request_id: None for a new one; else it must not be in use. prompt, priority, deadline: as for `LLM.generate`, for one prompt.
+        Images, videos and embeddings are made ready by a thread of this process, and cost neither its event loop nor the engine's time.
 
         Leaving the loop, `aclose` and cancelling end the request. Raises, at the first step, RequestError for a request that cannot be
         served as it was put, with the message of `Engine.add_request`; at any step EngineError when the engine is gone, with the cause.
@@ -116,7 +124,7 @@ class AsyncLLM:
         self._link.check()
         name = secrets.token_hex(8) if request_id is None else request_id
         arguments = (name, prompt, sampling_params, priority, deadline)
-        if is_long(prompt):
+        if is_long(prompt) or has_more(prompt):
             request = await asyncio.to_thread(self._request, *arguments)
         else:
             request = self._request(*arguments)
@@ -142,17 +150,21 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Answer one conversation by the tokenizer's chat template, as `LLM.chat` does; otherwise as `generate`.
 
-        messages: `[{"role": "user", "content": "Hello"}, ...]`; a content may be a list of text parts, which are joined.
+        messages: `[{"role": "user", "content": "Hello"}, ...]`; a content may be a list of parts, as for `LLM.chat`.
         add_generation_prompt: end the prompt where the answer begins.
         """
         self._link.check()
         template = chat_tokenizer(self.tokenizer).apply_chat_template
-        conversation = with_text(one_conversation(messages))
+        conversation = one_conversation(messages)
+        if has_media(conversation):
+            conversation, media = await asyncio.to_thread(opened, conversation, self._media)
+        else:
+            conversation, media = opened(conversation, self._media)
         if num_characters(conversation) > LONG_TEXT:
             ids = await asyncio.to_thread(template, conversation, add_generation_prompt)
         else:
             ids = template(conversation, add_generation_prompt)
-        prompt = {"prompt_token_ids": ids}
+        prompt = {"prompt_token_ids": ids, **media}
         outputs = self.generate(prompt, sampling_params, request_id, priority=priority, deadline=deadline)
         try:
             async for output in outputs:
@@ -166,10 +178,11 @@ class AsyncLLM:
                 "logits_processors: a Python function cannot go to the engine process; accepted: names of logits processors that plugins "
                 "bring, or functions with LLM"
             )
-        return make_request(
+        request = make_request(
             request_id,
             prompt,
             params,
+            media=self._media,
             card=self.card,
             tokenizer=self.tokenizer,
             vocab_size=self._vocab_size,
@@ -179,6 +192,9 @@ class AsyncLLM:
             seed=0,  # stays here: the engine draws one for a request without
             now=time.monotonic(),
         )
+        if request.media is not None:
+            request.parcel, request.media = Parcel(request.media), None
+        return request
 
     def abort(self, request_id: str) -> None:
         """End a request from outside its loop, which gets a last output with finish reason `abort`. An id that is not open is ignored.
@@ -266,6 +282,11 @@ def is_long(prompt: object) -> bool:
     """Whether making ids of a prompt may hold an event loop up."""
     text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
     return isinstance(text, str) and len(text) > LONG_TEXT
+
+
+def has_more(prompt: object) -> bool:
+    """Whether a prompt brings more than text."""
+    return isinstance(prompt, Mapping) and (EMBEDS_KEY in prompt or MEDIA_KEYS[0] in prompt)
 
 
 def check_plugins(manager: PluginManager, ready: Ready) -> None:

@@ -1,12 +1,13 @@
 """Where the device keeps byte automata: edges, one mask for each state, and the bytes of all tokens.
 
-The idea: a grammar is loaded once, in pieces, one in a turn of the loop, and lies in a run of lines of tables that never move, so captured
-steps can read them. All requests for the same grammar share it. It stays when they have ended, until its lines are needed for another. New
-lines are written by the compute stream, behind every step that read the old ones.
+The idea: a grammar is loaded once, in pieces, a few in a turn of the loop, and lies in a run of lines of tables that never move, so
+captured steps can read them. All requests for the same grammar share it. It stays when they have ended, until its lines are needed for
+another. New lines are written by the compute stream, behind every step that read the old ones.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +23,8 @@ from modelrunner.ops import Ops
 
 STAGED = 512 << 10  # bytes that a turn copies at most
 BUFFERS = 3  # of so many bytes
-MASK_BITS = 1 << 23  # of masks that a turn makes at most
+MASK_BITS = 1 << 20  # of masks that are made at a time
+TURN_SECONDS = 0.002  # after which a turn enqueues no further masks; a CPU makes them meanwhile
 TOKEN_BYTES = 16  # that there is room for, for each token: vocabularies have 4 to 9
 STATE_BYTES = 256 * 2 + 2  # of a state beside its mask
 
@@ -63,10 +65,10 @@ class Place:
 
 @dataclass
 class _Loading:
-    """A place whose next piece of work is `next(pieces)`."""
+    """A place whose next piece of work is `next(pieces)`, which says whether the turn has done enough by that."""
 
     place: Place
-    pieces: Iterator[None] = field(repr=False)
+    pieces: Iterator[bool] = field(repr=False)
 
 
 class AutomatonArena:
@@ -131,12 +133,15 @@ class AutomatonArena:
         return bool(self._loading)
 
     def advance(self) -> None:
-        """Enqueue the next piece of loading."""
+        """Enqueue the next pieces of loading."""
         loading = next(iter(self._loading.values()), None)
         if loading is None:
             return
+        stop = time.perf_counter() + TURN_SECONDS
         try:
-            next(loading.pieces)
+            while not next(loading.pieces):
+                if time.perf_counter() >= stop:
+                    return
             return
         except StopIteration:
             loading.place.ready = True
@@ -167,8 +172,8 @@ class AutomatonArena:
 
     # ---- loading ---------------------------------------------------------------------------------------------------------
 
-    def _load(self, place: Place) -> Iterator[None]:
-        """Yields when a turn has done enough."""
+    def _load(self, place: Place) -> Iterator[bool]:
+        """Yields after each piece. One copy is enough for a turn, so that a pinned buffer has been read when its turn comes again."""
         automaton, first, count = place.automaton, place.first, place.automaton.num_states
         if not self._knows_tokens:
             yield from self._load_tokens(place.vocabulary.packed)
@@ -178,15 +183,15 @@ class AutomatonArena:
         size = max(1, MASK_BITS // (BITS * self.stops.shape[0]))
         for begin in range(first, first + count, size):
             self._device.launch(self.masking(begin, min(size, first + count - begin)))
-            yield
+            yield False
 
-    def _load_tokens(self, tokens: PackedTokens) -> Iterator[None]:
+    def _load_tokens(self, tokens: PackedTokens) -> Iterator[bool]:
         self.longest = tokens.longest
         for array, table in ((tokens.start, self.token_start), (tokens.text, self.token_bytes), (tokens.stops, self.stops)):
             yield from self._copy(array, table)
         self._knows_tokens = True
 
-    def _copy(self, array: npt.NDArray[Any], table: torch.Tensor) -> Iterator[None]:
+    def _copy(self, array: npt.NDArray[Any], table: torch.Tensor) -> Iterator[bool]:
         """Bring an array to the start of a table, through the pinned buffers in turn."""
         data, target = np.ascontiguousarray(array).reshape(-1).view(np.uint8), table.reshape(-1).view(torch.uint8)
         for begin in range(0, data.size, STAGED):
@@ -200,7 +205,7 @@ class AutomatonArena:
             source = self._staging[at].tensor[: part.size]
             self._device.launch(_copying(source, target[begin : begin + part.size]))
             self._copied[at] = self._device.download(lambda: self.stops[:1], self._marks[at])
-            yield
+            yield True
 
     def masking(self, first: int, count: int) -> Callable[[], None]:
         """The work that makes the masks of some states."""

@@ -8,10 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum, IntFlag
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+if TYPE_CHECKING:
+    from modelrunner.media import MediaBatch
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
@@ -46,6 +50,7 @@ class Feature(IntFlag):
     ALL_LOGPROBS = 1 << 33  # of the whole vocabulary; goes with LOGPROBS
     PROMPT_LOGPROBS = 1 << 34  # the same at the positions of the prompt
     ALL_PROMPT_LOGPROBS = 1 << 35  # goes with PROMPT_LOGPROBS
+    MEDIA = 1 << 36  # of the body: some token takes its embedding from the arena of media, or stands before one that does
 
 
 PROCESSOR_BIT = 1 << 40  # the first one stands for Python functions, each of the next for a logits processor
@@ -74,7 +79,7 @@ class Record(IntEnum):
     GENERATION = 1
     NUM_TOKENS = 2  # tokens sampled in the step: 0 for a chunk that is not the last, or a finished row
     FINISH = 3
-    LOGPROB = 4  # -1: log-probs leave by a ring of their own (`step_logprobs`)
+    DRAFTED = 4  # drafts of the row that the step checked
     TOKENS = 5
 
 
@@ -115,15 +120,28 @@ class Prompts:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What the host decided for one step. Decode rows (1 + num_draft query tokens) come first, then prefill chunks.
+class StepMedia:
+    """What the tokens of a step, [T] in batch order, read of media. lines: [T] int32 of the arena, -1 for tokens of text. positions:
+    [position_rows, T] int32, -1 for a token whose position follows from its index; None where all do. following: lines of the tokens after
+    each, -1 also where they are not encoded yet; None where no drafter asks."""
 
-    rows: [N] int32 request-table rows, in batch order. generations: [N] int32 tenancies. num_query: [N] int32 query tokens.
+    lines: Int32Array
+    positions: Int32Array | None
+    following: Int32Array | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the host decided for one step. Decode rows (1 + num_draft query slots) come first, then prefill chunks.
+
+    rows: [N] int32 request-table rows, in batch order. generations: [N] int32 tenancies. num_query: [N] int32 query tokens, of a decode
+    row at most. num_tokens: query slots of the step. max_query: of a row.
     max_seq_len: upper bound over rows of computed + query tokens. table_pages: the same per cache group, in pages.
-    features: union over rows. patch: applied before anything else. num_draft: k of the step.
+    features: union over rows. patch: applied before anything else. num_draft: drafts that a decode row may have in the step. num_next:
+    drafts to be made after it.
     row_features: [N] int64, those of each row, where the host must know them (`UNCAPTURED`); else None.
     prompt_lengths: [N - num_decode] int32 computed + query tokens of the rows that do not decode, exact; None in plans that start-up makes
-    up and of steps that are repeated.
+    up and of steps that are repeated. media: None unless features has MEDIA.
     """
 
     step: int
@@ -138,12 +156,24 @@ class Plan:
     table_pages: tuple[int, ...]
     features: Feature = Feature.GREEDY
     num_draft: int = 0
+    num_next: int = 0
     row_features: Int64Array | None = None
     prompt_lengths: Int32Array | None = None
+    media: StepMedia | None = None
 
     @property
     def num_rows(self) -> int:
         return int(self.rows.size)
+
+    @property
+    def query_start(self) -> Int32Array:
+        """First query slot of each row, and where the last row's end: [N + 1] int32."""
+        slots = (
+            self.num_query
+            if not self.num_draft
+            else np.where(np.arange(self.num_rows) < self.num_decode, 1 + self.num_draft, self.num_query)
+        )
+        return np.concatenate([[0], np.cumsum(slots)]).astype(np.int32)
 
     @property
     def prompts(self) -> Prompts | None:
@@ -171,8 +201,9 @@ class Ticket:
 class LogprobRecords:
     """Log-probs of a collected step, owned by the receiver; see `step_logprobs` for what is in them.
 
-    rows: [N, words] int32, row i for plan.rows[i]; no line without a row that asks. positions: [P, words] int32, of the tokens of `spans`:
-    (row's place, first token's place, token after the last, whether all of the vocabulary). row_lines, position_lines: [V] log-probs of
+    rows: [N * (1 + num_draft), words] int32, those of a row of the plan one after the other; no line without a row that asks. positions:
+    [P, words] int32, of the tokens of `spans`: (row's place, first token's place, token after the last, whether all of the vocabulary).
+    row_lines, position_lines: [V] log-probs of
     those that want all of the vocabulary, by their number.
     """
 
@@ -200,19 +231,25 @@ class Outcome:
 class Batch:
     """The device's view of one step: slices of buffers whose addresses never change. N rows and T tokens, padding included.
 
-    Host integers: num_rows N, num_tokens T, num_decode (the first rows, with 1 + num_draft query tokens each; 0 in a captured step with
+    Host integers: num_rows N, num_tokens T, num_decode (the first rows, with 1 + num_draft query slots each; 0 in a captured step with
     prompts, which serves any number of them), max_query, max_seq_len (upper bounds); prompts: exact lengths of the rows after those, where
-    the host has them. A padded, held or finished row has query_len 0,
-    seq_len 0 and slots of -1, and writes nothing.
+    the host has them. A decode row's slots hold its newest token and its drafts, of which there may be fewer than slots. A padded, held or
+    finished row has query_len 0, seq_len 0 and slots of -1, and writes nothing.
 
     rows [N] int32: request-table row (padding: the scratch row).  query_start [N+1] int32: first token of each row in [0, T].
     query_len [N] int32: its live query tokens.  computed [N] int32: tokens in the cache before the step.
     seq_len [N] int32: computed + query_len, 0 for a dead row.  num_accepted [N] int32: tokens of the row's last step that count.
-    samples [N] bool: the row reaches its last known token and so samples.  sample_index [N] int64: that token's place in [0, T).
+    samples [N] bool: the row reaches its last known token and so samples.  sample_index [N] int64: that token's place in [0, T), behind
+    which its drafts lie.
     input_ids [T] int64, 0 for an invalid token.  positions [T] int64: index in the request, 0 for an invalid token.
     token_row [T] int64: place in [0, N) of the token's row.  token_valid [T] bool.
     slots: group -> [T] int64 token position in the group's cache, -1 to skip.  block_tables: group -> [N, pages] int32, 0 = null page.
     columns: the request table's columns by name.  buffers: the ModelState's static buffers.
+    media: of steps that compute tokens of media or before them; None in all others (see `media.MediaBatch`).
+
+    The sampler sees a step with drafts (num_draft k > 0) line by line: N * (1 + k) rows, 1 + k of each row of the step, of which line j has
+    j drafts ahead of the row's known tokens.  samples: whether there is such a draft.  computed + query_len: position of the token to be
+    chosen.  ahead [N * (1 + k)] int32: j; None in all other batches.
     """
 
     num_rows: int
@@ -239,6 +276,8 @@ class Batch:
     columns: Mapping[str, torch.Tensor]
     buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
     prompts: Prompts | None = None
+    media: MediaBatch | None = None
+    ahead: torch.Tensor | None = None
 
     def per_row(self, column: str) -> torch.Tensor:
         """D. A column's values of the step's rows: [N], or [N, width]; of a seated column, the elements in the row's seat (or defaults)."""

@@ -44,6 +44,12 @@ def prompt(blank: Plan, layouts: Sequence[GroupLayout], num_tokens: int) -> Plan
     )
 
 
+def drafting(blank: Plan, layouts: Sequence[GroupLayout], num_draft: int) -> Plan:
+    """The `blank` row with so many drafts, in the step and after it."""
+    slots = 1 + num_draft
+    return replace(prompt(blank, layouts, slots), num_decode=1, num_draft=num_draft, num_next=num_draft)
+
+
 def large(blank: Plan, layouts: Sequence[GroupLayout], num_tokens: int, max_rows: int, max_model_len: int, more: Feature) -> Plan:
     """So many tokens in as many rows as there can be: one in each, and the rest in the first; with the tail that needs most
     memory, and the features `more`."""

@@ -6,7 +6,7 @@ the smallest cache; the largest step runs on it, and the cache gets what then tu
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -82,7 +82,7 @@ class CacheMaker:
                 f"the cache of {num_pages} pages of {self.page_bytes} bytes does not fit on device {self.device.name!r}; lower "
                 f"cache.num_pages or cache.memory_bytes ({error})"
             ) from error
-        groups = {layout.group.name: layout.group for layout in self.layouts}
+        groups = {group.name: group for layout in self.layouts for group in layout.groups}
         backends: dict[str, AttentionBackend] = {}
         for name, kind in self.backends.items():
             backends[name] = kind(groups[name], views[name], self.ops, self.dtype)  # type: ignore[arg-type]
@@ -105,9 +105,12 @@ class CacheMaker:
         most = self.settings.scheduler.max_rows * sum(layout.pages_for(self.max_model_len) for layout in self.layouts)
         return min(most, budget // self.page_bytes - 1)  # one page is the null page
 
-    def enlarge(self, runner: Runner) -> tuple[Cache, MemoryUse]:
-        """Measure, and give the runner a cache that fills what is left. After its warm-up, before it captures. Raises CapacityError."""
-        use = self.measure(runner)
+    def enlarge(self, runner: Runner, encode: Callable[[], None] | None = None) -> tuple[Cache, MemoryUse]:
+        """Measure, and give the runner a cache that fills what is left. After its warm-up, before it captures. Raises CapacityError.
+
+        encode: the largest work beside a step.
+        """
+        use = self.measure(runner, encode)
         pages = self.pages_of(use.left)
         if pages < LEAST_PAGES:
             raise misfit(use, (1 + LEAST_PAGES) * self.page_bytes)
@@ -115,13 +118,14 @@ class CacheMaker:
         runner.use_caches(cache.views, cache.backends)
         return cache, use
 
-    def measure(self, runner: Runner) -> MemoryUse:
-        """Run the largest step, and the largest one that will be captured, and count what they take."""
+    def measure(self, runner: Runner, encode: Callable[[], None] | None = None) -> MemoryUse:
+        """Run the largest step, and the largest one that will be captured, and count what they take; what runs beside a step shares no
+        memory with it."""
         device, settings = self.device, self.settings
         tokens, rows = settings.scheduler.max_batched_tokens, settings.scheduler.max_rows
         free, total = device.memory()
         try:
-            step = device.peak(lambda: runner.run_large(tokens))
+            step = device.peak(lambda: runner.run_large(tokens)) + (device.peak(encode) if encode is not None else 0)
             captured = runner.graphs.most_tokens
             graphs = device.peak(lambda: runner.run_large(captured)) if captured else 0
         except (RuntimeError, MemoryError) as error:
@@ -133,7 +137,7 @@ class CacheMaker:
             )
             doing = f"in the largest step, of {tokens} tokens and {rows} rows"
             raise no_room(device.name, free, total, doing, advice, error) from error
-        graphs += runner.graphs.count * LAYER_BYTES * sum(len(layout.group.layers) for layout in self.layouts)
+        graphs += runner.graphs.count * LAYER_BYTES * sum(len(group.layers) for layout in self.layouts for group in layout.groups)
         free, total = device.memory()
         share = settings.cache.memory_fraction
         return MemoryUse(device.name, total, share, free, weight_bytes(runner.state.module), step, graphs, tokens, rows)

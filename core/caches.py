@@ -30,14 +30,16 @@ def allocate_caches(
     """Allocate the arena, [num_pages, page_bytes] uint8 zeros, and view it per group.
 
     A group's view is [num_pages, num_layers, *page_shape] of `stored_type`; views of different groups share the bytes of a page, and the
-    pool gives each page to one group at a time. Page 0 is the null page: it stays zero.
+    pool gives each page to one group, with those that ride on it, at a time. Page 0 is the null page: it stays zero.
     """
     arena = torch.zeros(num_pages, page_bytes, dtype=torch.uint8, device=device)
     views = {}
     for layout in layouts:
-        group, tokens = layout.group, layout.tokens_per_page
-        typed = arena.view(stored_type(group, cache_dtype, dtype))
-        views[group.name] = typed[:, : group.page_elements(tokens)].unflatten(1, (len(group.layers), *group.page_shape(tokens)))
+        for group, first in ((layout.group, 0), *((rider.group, rider.start) for rider in layout.riders)):
+            typed = arena.view(stored_type(group, cache_dtype, dtype))
+            start, tokens = first // typed.element_size(), layout.tokens_per_page
+            part = typed[:, start : start + group.page_elements(tokens)]
+            views[group.name] = part.unflatten(1, (len(group.layers), *group.page_shape(tokens)))
     return arena, views
 
 

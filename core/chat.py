@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from modelrunner.chat_media import has_media, with_placeholders
 from modelrunner.errors import RequestError, kind_of
 from modelrunner.text import Tokenizer
+
+if TYPE_CHECKING:
+    from modelrunner.media_front import MediaFront
 
 Message = Mapping[str, Any]
 
@@ -48,6 +52,14 @@ def with_text(conversation: Any) -> Any:
     ]
 
 
+def opened(conversation: Any, front: MediaFront) -> tuple[Any, dict[str, Any]]:
+    """The conversation as the template takes it, and what its prompt has beside its ids: images and videos of its messages."""
+    if not has_media(conversation):
+        return with_text(conversation), {}
+    made, media = with_placeholders(conversation, front)
+    return made, {"multi_modal_data": media}
+
+
 def joined(parts: Sequence[object], message: int) -> str:
     """The text of a message's content parts. Raises RequestError, naming the message's number, for a part that is not text."""
     texts: list[str] = []
@@ -56,8 +68,8 @@ def joined(parts: Sequence[object], message: int) -> str:
         if not isinstance(text, str):
             got = f"a part of type {part.get('type')!r}" if isinstance(part, Mapping) else f"a part {part!r}"
             raise RequestError(
-                f"messages[{message}].content[{i}]: got {got}; accepted: a text, or a list of parts {{'type': 'text', 'text': ...}}: "
-                "only text can be read"
+                f"messages[{message}].content[{i}]: got {got}; accepted: a text, or a list of parts {{'type': 'text', 'text': ...}}, "
+                "and of images and videos where the model takes them"
             )
         texts.append(text)
     return "".join(texts)

@@ -74,6 +74,10 @@ class CheckpointReader(ABC):
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (checkpoint name, CPU tensor), one at a time. Raises CheckpointError for a missing or truncated file."""
 
+    def names(self) -> Iterator[str]:
+        """The names of all tensors; a reader that need not read tensors for them does better than this one. Raises as `tensors` does."""
+        yield from (name for name, _ in self.tensors())
+
 
 def read_json(path: Path, purpose: str) -> dict[str, Any]:
     """Read a JSON object. Raises CheckpointError that names the file and says what it is needed for."""
@@ -145,17 +149,27 @@ class SafetensorsReader(CheckpointReader):
         return shards
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for file, names in self._opened("pt"):
+            for name in names:
+                yield name, file.get_tensor(name)
+
+    def names(self) -> Iterator[str]:
+        """Reads no tensor and does not import torch."""
+        for _, names in self._opened("numpy"):
+            yield from names
+
+    def _opened(self, framework: str) -> Iterator[tuple[Any, list[str]]]:
+        """Each file, open, with the names of its tensors."""
         from safetensors import SafetensorError, safe_open
 
         for path, expected in self.files().items():
             try:
-                with safe_open(path, framework="pt", device="cpu") as file:
+                with safe_open(path, framework=framework, device="cpu") as file:
                     names = list(file.keys())
                     absent = sorted(set(expected or ()) - set(names))
                     if absent:
                         raise CheckpointError(f"{path} lacks {len(absent)} tensors that {INDEX} expects there: {', '.join(absent[:10])}")
-                    for name in names:
-                        yield name, file.get_tensor(name)
+                    yield file, names
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(f"{path} cannot be read (damaged or truncated?): {error}") from error
 
@@ -198,6 +212,9 @@ class GGUFReader(CheckpointReader):
 
         for info in self.file.tensors:
             yield info.name, torch.from_numpy(dequantize(self.file, info))
+
+    def names(self) -> Iterator[str]:
+        yield from (info.name for info in self.file.tensors)
 
 
 class DummyReader(CheckpointReader):

@@ -25,6 +25,16 @@ class Event(Protocol):
         """Block the host until the work before the point is done."""
 
 
+class SideEvent(Protocol):
+    """The end of work on a side stream. `wait` and `done` raise what the work raised, each time."""
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Block the host until the work is done, or, where the device can tell, for about so many seconds."""
+
+    def done(self) -> bool:
+        """Whether the work is done. Never waits."""
+
+
 class PinnedBuffer:
     """Host memory that the device can read and write: one allocation, seen as a tensor and as a numpy array.
 
@@ -76,6 +86,19 @@ class Device(ABC):
     def download(self, source: Callable[[], torch.Tensor], target: PinnedBuffer) -> Event:
         """Enqueue on the side stream, after all work launched so far: copy `source()` (any dtype, contiguous) to the start of `target`."""
 
+    def launch_side(self, work: Callable[[], None]) -> SideEvent:
+        """Enqueue `work` on a stream of its own, beside the steps, where such work runs in order. It reads and writes nothing that a step
+        touches meanwhile; what it reads must stay unchanged until it is done. It may allocate, and wait for copies of its own; the caller
+        never waits.
+
+        Steps that are launched after `done()` see what it wrote. Without a side stream it runs in the compute stream, before them.
+        """
+        return InLine(self, work)
+
+    def upload(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A CPU tensor's contents on the device. Only inside of work of `launch_side`."""
+        return tensor.to(self.torch_device)
+
     @abstractmethod
     def synchronize(self) -> None:
         """Wait for everything, also for what torch did outside of `launch`. Start-up, shutdown, changes between steps, and tests only."""
@@ -102,3 +125,27 @@ class Device(ABC):
     def release(self, buffer: PinnedBuffer) -> None:
         """The host is done with `buffer` until it writes it again. A testing device poisons it."""
         return None
+
+
+class InLine:
+    """The event of side work that ran in the compute stream: what is launched later comes after it anyway."""
+
+    def __init__(self, device: Device, work: Callable[[], None]) -> None:
+        self._device, self._work = device, work
+        self._error: BaseException | None = None
+        device.launch(self._run)
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except Exception as error:
+            self._error = error
+
+    def done(self) -> bool:
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def wait(self, seconds: float | None = None) -> None:
+        self._device.synchronize()
+        self.done()

@@ -27,9 +27,11 @@ from modelrunner.batch import Drain, Plan, Ticket
 from modelrunner.caches import free_arena, restore_arena
 from modelrunner.checkpoint import ModelCard
 from modelrunner.choices import Choices, choices_of
+from modelrunner.draft_policy import NO_DRAFTS
 from modelrunner.errors import CapacityWarning, EngineError, PluginWarning, RequestError, warn_caller
 from modelrunner.guides import End
 from modelrunner.logprob_books import keep_logprobs
+from modelrunner.media_steps import DELTA
 from modelrunner.memory_profile import weight_bytes
 from modelrunner.model_state import No
 from modelrunner.outputs import OutputProcessor
@@ -46,6 +48,7 @@ from modelrunner.weights import load_tensors
 
 FIRST_WEIGHTS = "0"  # version of the weights that an engine starts with
 COMPILING_SECONDS = 0.01  # at most, for a step in which nothing can run before a grammar is compiled
+ENCODING_SECONDS = 0.01  # the same before media are encoded
 
 
 class Engine:
@@ -63,6 +66,7 @@ class Engine:
         self._warn_of_small_cache()
         self.outputs = OutputProcessor(self.tokenizer, self.scheduler, self.assembly.taps.arrays)
         self.guides = self.assembly.guides
+        self.media = self.assembly.media.books
         self.watch = Watch(self.assembly.observers, self.scheduler)
         self.tickets: deque[Ticket] = deque()
         self.requests: dict[str, Request] = {}  # one for each choice
@@ -81,7 +85,7 @@ class Engine:
             groups=parts.layouts,
             pool=PagePool(parts.resolved.num_pages + 1),
             builder=parts.table.builder,
-            row_values=lambda request: {**parts.sampler.row_values(request), **request.tap_values},
+            row_values=self._row_values,
             on_admit=self._admit,
             on_remove=self._removed,
             max_rows=scheduler.max_rows,
@@ -95,7 +99,16 @@ class Engine:
             seats=parts.table.seats,
             depth=scheduler.pipeline_depth,
             cache_seed=FIRST_WEIGHTS.encode(),
+            media=parts.media.books,
+            drafting=NO_DRAFTS if parts.runner.parts.drafting is None else parts.runner.parts.drafting.policy,
+            shifted_cache=parts.runner.parts.drafting is not None and parts.runner.parts.drafting.needs.shifted,
         )
+
+    def _row_values(self, request: Request) -> Mapping[str, Any]:
+        values = {**self.assembly.sampler.row_values(request), **request.tap_values, **request.draft_values}
+        if request.media is not None and DELTA.name in self.assembly.table.regions:
+            values[DELTA.name] = request.media.delta
+        return values
 
     def _warn_of_small_cache(self) -> None:
         holds, wanted = self.scheduler.max_tokens, self.assembly.resolved.max_model_len
@@ -139,7 +152,7 @@ class Engine:
     ) -> None:
         """Queue a request. Raises RequestError, and takes nothing, when it cannot be served as it was put.
 
-        prompt: text, token ids, or {"prompt": ...} / {"prompt_token_ids": [...]}, which may hold `cache_salt`. priority: lower runs
+        prompt: as for `LLM.generate`; media are processed here, in the caller's time, unless `prepare_prompt` did it. priority: lower runs
         earlier under the `priority` policy. deadline: seconds from now after which it ends with finish reason `timeout`. choice, fork: for
         a caller that puts each of several answers to one prompt as a request of its own: which one it is, and what names them all.
         """
@@ -157,6 +170,7 @@ class Engine:
             cache_salt=cache_salt,
             seed=secrets.randbits(63),
             now=time.monotonic(),
+            media=self.assembly.media.front,
         )
         self.choices.check(request_id)
         request.choice, request.fork = choice, fork
@@ -187,12 +201,26 @@ class Engine:
                 raise RequestError(f"prompt_logprobs: {type(self.assembly.state).__name__} gives none: {answer.reason}")
         self.assembly.taps.admit(request)
         self.guides.open(request)
+        self._let_draft(request)
         self.scheduler.add(request)
         try:
             self.outputs.add(request)
         except Exception as error:  # the tokenizer may have fewer ids than the model
             self.scheduler.finish(request, "error")
             raise RequestError(f"prompt: the tokenizer cannot turn its ids into text ({type(error).__name__}: {error})") from error
+
+    def _let_draft(self, request: Request) -> None:
+        """Decide how many drafts steps may have for the request, and ask the drafter for its column values."""
+        drafting, parts = self.runner.parts.drafting, self.assembly
+        if drafting is None:
+            return
+        wanted = request.params.num_draft_tokens
+        alone = request.features & int(parts.sampler.undrafted | parts.taps.all_features) or request.guide is not None
+        request.num_draft = 0 if alone else drafting.most if wanted is None else min(wanted, drafting.most)
+        try:
+            request.draft_values = dict(drafting.drafter.row_values(request))
+        except (ValueError, TypeError, KeyError) as error:
+            raise RequestError(f"drafter {parts.resolved.components['drafter']}: {error}") from error
 
     def abort(self, request_id: str) -> None:
         """End a request now; its last output (finish reason `abort`) comes from the next `step`. An id that is not running is ignored.
@@ -228,7 +256,8 @@ class Engine:
         for request in self.scheduler.expire(now):
             self._ended.append(request)
             self._forget(request)
-        self._end_guided(self.guides.poll(now, self.scheduler))
+        self._end_waiting(self.guides.poll(now, self.scheduler))
+        self._end_waiting(self.media.advance(self.scheduler))
         outputs = self._take_ready()
         try:
             plan = None if self._sleeping else self.scheduler.plan()
@@ -245,6 +274,8 @@ class Engine:
             outputs += self._report_ended()
             if plan is None and not outputs and self.guides.num_compiling:
                 self.guides.wait(COMPILING_SECONDS)
+            elif plan is None and not outputs and self.media.num_in_flight:
+                self.media.settle(ENCODING_SECONDS)
             if not self.tickets:  # no launch follows that observers could be told after
                 self.watch.deliver()
             return self.choices.merge(outputs)
@@ -293,7 +324,7 @@ class Engine:
             self.guides.take(committed, self.scheduler)
             outputs += self._process(committed)
             self.watch.committed(ticket.plan, waiting, arrived, committed)
-        self._end_guided(self.guides.fill(self.scheduler, self.settings.grammar.fill_seconds if self.tickets else None))
+        self._end_waiting(self.guides.fill(self.scheduler, self.settings.grammar.fill_seconds if self.tickets else None))
         return outputs
 
     def _process(self, committed: Committed) -> list[RequestOutput]:
@@ -304,7 +335,7 @@ class Engine:
             self._finish(request, reason, stop, keep)
         return outputs
 
-    def _end_guided(self, ends: Iterable[End]) -> None:
+    def _end_waiting(self, ends: Iterable[End]) -> None:
         for request, reason, stop_reason in ends:
             self._finish(request, reason, stop_reason)
 
@@ -336,7 +367,8 @@ class Engine:
         return self.outputs.weight_version
 
     def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], version: str | None = None) -> None:
-        """Replace the weights, in place, between two steps. Requests may be running: they go on with the new ones.
+        """Replace the weights, in place, between two steps, and those of a drafter that lie with them. Requests may be running: they go on
+        with the new ones.
 
         tensors: every tensor of a checkpoint under its checkpoint name, one at a time, on any device. version: name of these weights, for
         `RequestOutput.weight_version`; None for the number of updates so far. A running request keeps its tokens, and what the cache holds
@@ -356,7 +388,8 @@ class Engine:
         weight_map = state.weight_map(self.card)
         device.synchronize()
         try:
-            weights = scales.passing(tensors, weight_map)
+            drafting = self.runner.parts.drafting
+            weights = scales.passing(tensors if drafting is None else drafting.passing(tensors), weight_map)
             load_tensors(state.module, weight_map, weights, source="the set of new weights", writing=self._note_write)
             scales.store()
         except BaseException as error:
@@ -366,6 +399,7 @@ class Engine:
         finally:
             device.synchronize()
         self._broken_weights = ""
+        self.media.reset()
         self._num_updates += 1
         self.outputs.weight_version = str(self._num_updates) if version is None else version
         self.scheduler.reset_prefix_cache(self.weight_version.encode())
@@ -373,6 +407,11 @@ class Engine:
     def _note_write(self) -> None:
         """From the first write of an update to its end the weights are a mixture."""
         self._broken_weights = self._broken_weights or "it was interrupted"
+
+    def reset_media_cache(self) -> None:
+        """Forget what images and videos were encoded to, e.g. to measure. Requests that are computing some keep it until they have done."""
+        self._check_alive()
+        self.media.reset()
 
     def sleep(self) -> None:
         """Give the cache's memory up until `wake_up`. Running requests wait, keep their tokens and go on afterwards; cached prefixes are

@@ -21,7 +21,7 @@ import traceback
 import warnings
 from collections import Counter, deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import msgspec
@@ -31,6 +31,7 @@ from modelrunner import errors
 from modelrunner.engine_changes import Changes, Stopped
 from modelrunner.errors import EngineError, PluginError, RequestError
 from modelrunner.logprobs import PackedLogprobs
+from modelrunner.media_front import Prepared
 from modelrunner.messages import (
     Abort,
     Add,
@@ -122,6 +123,9 @@ class EngineLoop:
             loaded_tensors=self._changes.loaded,
             held=counts.held,
             grammar_ways=dict(self.engine.guides.ways),
+            drafted_at=counts.drafted_at,
+            accepted_at=counts.accepted_at,
+            encoded=self.engine.media.num_encoded,
         )
 
     # ---- commands ------------------------------------------------------------------------------------------------
@@ -167,6 +171,7 @@ class EngineLoop:
             self._send()
 
     def _add(self, command: Add) -> None:
+        from modelrunner.media_messages import unpack
         from modelrunner.sampling_params import SamplingParams
 
         name = command.request_id
@@ -177,9 +182,10 @@ class EngineLoop:
             self._step()  # it reports the end of the request that had this id
         deadline = None if command.deadline is None else max(command.deadline - time.monotonic(), 1e-6)
         try:
+            media = None if command.media is None else unpack(command.media)
             self.engine.add_request(
                 name,
-                command.prompt,
+                Prepared(None, command.prompt, media=media),
                 SamplingParams(**command.params),
                 priority=command.priority,
                 deadline=deadline,
@@ -258,7 +264,8 @@ class EngineLoop:
             self._facts[number] = facts
             turn.facts.append(facts)
         if completion.finish_reason is not None:
-            turn.ended.append(Ended(number, completion.finish_reason, completion.stop_reason))
+            drafts = completion.num_drafted, completion.num_accepted
+            turn.ended.append(Ended(number, completion.finish_reason, completion.stop_reason, *drafts))
             self._finished[self._aborted.pop(output.request_id, completion.finish_reason)] += 1
             del self._numbers[output.request_id], self._ids[number], self._facts[number]
 
@@ -323,7 +330,8 @@ def serve(start: Start, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes]) -> 
     loaded = [info.name for info in engine.assembly.manager.describe() if info.state == "loaded"]
     gc.collect()
     gc.freeze()  # what lives for ever is not looked at again by each collection
-    outbox.send(encode(Ready(engine.assembly.needs.vocab_size, engine.assembly.resolved.max_model_len, loaded, warned)))
+    facts = astuple(engine.assembly.media.front.facts)
+    outbox.send(encode(Ready(engine.assembly.needs.vocab_size, engine.assembly.resolved.max_model_len, loaded, warned, facts)))
     try:
         EngineLoop(engine, inbox, outbox).run()
     finally:

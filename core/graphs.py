@@ -2,7 +2,9 @@
 
 A step of decode rows only is one graph from the gather to the record, for each number of rows and kind of tail. A step with prompts is two:
 the body (gather, layers, hidden states to sample from), for each number of query tokens, and the tail (head, sampling, record), for each
-number of rows and kind. Their closures see the runner's buffers at full width and the bounds of the longest request, so nothing in them
+number of rows and kind. With a drafter there are such graphs with drafts too; its own part belongs to the former, and is a third graph
+beside the latter, for each number of query tokens. Their closures see the runner's buffers at full width and the bounds of the longest
+request, so nothing in them
 depends on a plan; the first step of a shape runs the closure as it is (which also builds its kernels), the second records it. What the
 start-up captured is ready from the first step on.
 """
@@ -17,13 +19,14 @@ from typing import Literal, NamedTuple
 from modelrunner.attention import AttentionBackend
 from modelrunner.batch import EDITED, MASKED, Feature, Plan, as_built
 from modelrunner.device import Device
+from modelrunner.draft_policy import DraftPolicy
 from modelrunner.model_state import ModelState, Needs, No
 from modelrunner.step_buffers import Buckets, Shape
 
 KINDS = (Feature.GREEDY, Feature.PLAIN)  # tails of decode steps captured at start-up; others on their second use
 # Features of tails that can be captured, beside those of logits processors: not those of taps, nor of log-probs of prompts and of whole
 # vocabularies.
-CAPTURED = Feature.PLAIN | Feature.FILTERED | EDITED | Feature.LOGPROBS
+CAPTURED = Feature.PLAIN | Feature.FILTERED | EDITED | Feature.LOGPROBS | Feature.MEDIA
 # Tails whose kernels are built at start-up: all that rows of built-in features may ask for.
 _DRAWS = (Feature.GREEDY, Feature.PLAIN, Feature.PLAIN | Feature.FILTERED)
 _EDITS = (Feature.GREEDY, MASKED, EDITED)
@@ -31,11 +34,22 @@ BUILT = tuple(draw | edits | told for draw in _DRAWS for edits in _EDITS for tol
 
 
 class Key(NamedTuple):
-    """What tells one graph from another. size: padded query tokens of a body, padded rows of a tail or of a step of decode rows."""
+    """What tells one graph from another. size: padded query tokens of a body or a draft part, padded rows of a tail or of a step of decode
+    rows. features: of the tail; of a body and a draft part GREEDY or MEDIA. num_draft, num_next: as in a plan."""
 
-    part: Literal["step", "body", "tail"]
+    part: Literal["step", "body", "tail", "draft"]
     size: int
     features: Feature = Feature.GREEDY
+    num_draft: int = 0
+    num_next: int = 0
+
+
+class DraftKinds(NamedTuple):
+    """policy: how many drafts steps have, of at most max_tokens query tokens. captured: whether the drafter's part is."""
+
+    policy: DraftPolicy
+    max_tokens: int
+    captured: bool
 
 
 @dataclass(frozen=True)
@@ -82,6 +96,11 @@ def capture_problem(eager: bool, device: Device, state: ModelState, needs: Needs
         return f"{type(state).__name__}: {needs.capture_reason}"
     if isinstance(answer := state.supports("graphs"), No):
         return f"{type(state).__name__}: {answer.reason}"
+    return uncapturable(backends)
+
+
+def uncapturable(backends: Mapping[str, AttentionBackend]) -> str:
+    """Which attention backends cannot be captured; empty if all can."""
     unable = [f"{name} ({type(b).__name__})" for name, b in backends.items() if not b.capturable or b.needs_host_lengths]
     return f"the attention backends of {', '.join(unable)} cannot be captured" if unable else ""
 
@@ -90,14 +109,23 @@ class StepGraphs:
     """Keeps a closure, and once it is captured a replay, for each key. `run` is called where the step's work runs: in stream order."""
 
     def __init__(
-        self, device: Device, buckets: Buckets, make: Callable[[Key], Callable[[], None]], reason: str = "", features: Feature = CAPTURED
+        self,
+        device: Device,
+        buckets: Buckets,
+        make: Callable[[Key], Callable[[], None]],
+        reason: str = "",
+        features: Feature = CAPTURED,
+        bodies: Sequence[Feature] = (Feature.GREEDY,),
+        drafts: DraftKinds | None = None,
     ) -> None:
         """buckets: shapes that may be captured. make: builds the closure of a key. reason: why nothing is to be captured. features: those
-        that a captured step may have."""
+        that a captured step may have. bodies: the kinds of bodies that start-up captures. drafts: with a drafter."""
+        self._drafts = drafts
         self.device = device
         self.reason = reason
         self._rows, self._tokens = ((), ()) if reason else (tuple(buckets.rows), tuple(buckets.tokens))
         self._make = make
+        self._bodies = tuple(bodies)
         self._uncaptured = ~int(features)
         self._closures: dict[Key, Callable[[], None]] = {}
         self._replays: dict[Key, Callable[[], None]] = {}
@@ -110,12 +138,14 @@ class StepGraphs:
     @property
     def count(self) -> int:
         """Graphs that start-up captures."""
-        return len(self._tokens) + len(self._rows) * len(KINDS)
+        return len(self._first_keys())
 
     @property
     def tails(self) -> list[Key]:
         """Tails that bring up every kernel that a captured tail may want: its kernels are of two kinds, for few rows and for many."""
-        return [Key("tail", rows, features) for rows in dict.fromkeys((*self._rows[:1], *self._rows[-1:])) for features in BUILT]
+        most = dict.fromkeys((*self._rows[:1], *self._rows[-1:]))
+        drafts = (0,) if self._drafts is None else sorted({0, *self._drafts.policy.choices})
+        return [Key("tail", rows, features, k) for rows in most for k in drafts for features in BUILT]
 
     @property
     def captured(self) -> list[Key]:
@@ -124,14 +154,45 @@ class StepGraphs:
 
     def keys(self, plan: Plan, shape: Shape) -> tuple[Key, ...]:
         """The graphs that run `plan`, padded to `shape`, one after the other; none for a step that is not captured."""
-        if plan.num_draft or int(plan.features) & self._uncaptured:
+        if int(plan.features) & self._uncaptured:
             return ()
-        features = as_built(plan.features)
+        media = plan.features & Feature.MEDIA
+        features = as_built(Feature(int(plan.features) & ~int(Feature.MEDIA)))  # ~MEDIA would drop the bits of processors
+        num_draft, num_next = plan.num_draft, plan.num_next
         if plan.num_decode == plan.num_rows:
-            return (Key("step", shape.num_rows, features),) if shape.num_rows in self._rows else ()
+            if media:  # the last token of a prompt is one of media: too rare for a graph
+                return ()
+            return (Key("step", shape.num_rows, features, num_draft, num_next),) if shape.num_rows in self._rows else ()
         if shape.num_tokens not in self._tokens:
             return ()
-        return Key("body", shape.num_tokens), Key("tail", shape.tail_rows, features)
+        body = Key("body", shape.num_tokens, media, num_draft)
+        tail = Key("tail", shape.tail_rows, features, num_draft)
+        if self._drafts is None or not self._drafts.captured:
+            return body, tail
+        return body, tail, Key("draft", shape.num_tokens, media, num_draft, num_next)
+
+    @property
+    def with_drafts(self) -> bool:
+        """Whether the drafter's part is captured with the steps."""
+        return self._drafts is not None and self._drafts.captured
+
+    def _first_keys(self) -> list[Key]:
+        """What start-up captures, from large to small. Steps with fewer drafts after them than in them are left for their second use."""
+        choices = (0,) if self._drafts is None else self._drafts.policy.choices
+        sizes = [(tokens, k) for tokens in reversed(self._tokens) for k in sorted({0, *choices})]
+        bodies = [Key("body", tokens, kind, k) for tokens, k in sizes for kind in self._bodies]
+        rising = zip((0, *self._rows), self._rows, strict=False)
+        steps = [Key("step", rows, kind, k, k) for less, rows in rising for k in reversed(self._ks(less + 1, rows)) for kind in KINDS[::-1]]
+        steps.reverse()
+        if self._drafts is not None and self._drafts.captured:
+            pairs = dict.fromkeys([(0, choices[0]), *((k, k) for k in choices)])
+            shapes = [(tokens, kind) for tokens in reversed(self._tokens) for kind in self._bodies]
+            bodies += [Key("draft", tokens, kind, k, after) for tokens, kind in shapes for k, after in pairs]
+        return bodies + steps
+
+    def _ks(self, fewest: int, most: int) -> tuple[int, ...]:
+        """Drafts that steps of so many decode rows may have, from the largest on."""
+        return (0,) if self._drafts is None else self._drafts.policy.possible(fewest, most, self._drafts.max_tokens)
 
     def run(self, key: Key) -> None:
         """D. Run the step of `key` on the inputs that are staged."""
@@ -161,11 +222,12 @@ class StepGraphs:
         if self.reason:
             return GraphReport(reason=self.reason)
         began, free = time.monotonic(), self.device.memory()[0]
-        bodies = [Key("body", tokens) for tokens in reversed(self._tokens)]
-        steps = [Key("step", rows, features) for rows in reversed(self._rows) for features in KINDS]
-        for key in progress(bodies + steps):
+        keys = self._first_keys()
+        for key in progress(keys):
             stage(key)
             self.device.launch(lambda key=key: self.run(key))  # type: ignore[misc]
             self.device.launch(lambda key=key: self.capture(key))  # type: ignore[misc]
         self.device.synchronize()
-        return GraphReport(len(steps), len(bodies), time.monotonic() - began, max(free - self.device.memory()[0], 0))
+        steps = sum(key.part == "step" for key in keys)
+        bodies = sum(key.part == "body" for key in keys)
+        return GraphReport(steps, bodies, time.monotonic() - began, max(free - self.device.memory()[0], 0))

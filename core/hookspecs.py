@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from modelrunner.offers import Decline, Offer
     from modelrunner.ops import Register
     from modelrunner.settings import RunnerSettings, Section
+    from modelrunner.speculation import Drafter, TargetModel
     from modelrunner.taps import ModelInfo, Tap
     from modelrunner.text import Tokenizer
 
@@ -80,12 +81,23 @@ class HookSpecs:
         """Bid to run the model that `card` describes."""
 
     @hookspec
+    def drafter(self, card: ModelCard | None, target: TargetModel, settings: RunnerSettings) -> Offer[type[Drafter]] | Decline | None:
+        """Bid to propose tokens for speculative decoding. Asked only if `speculation.drafter` is set; card: of `speculation.model`, or
+        None.
+
+        New in 1.6."""
+
+    @hookspec
     def linear_scheme(self, card: ModelCard, device: Device, settings: RunnerSettings) -> Offer[type[LinearScheme]] | Decline | None:
         """Bid to store and apply the weights of linear layers."""
 
     @hookspec
     def taps(self, model_info: ModelInfo) -> Tap | Sequence[Tap] | None:
         """Taps that read or change hidden states for the requests that ask. `model_info.tap_points` says where this model has some."""
+
+    @hookspec
+    def grammar_backend(self, settings: RunnerSettings) -> Offer[type[GrammarBackend]] | Decline | None:
+        """Bid to compile the grammars of structured output. Loaded when the first request asks for it; none at all is no error before."""
 
     @hookspec
     def logits_processors(self, register: RegisterProcessor, model_info: ModelInfo) -> None:
@@ -96,10 +108,6 @@ class HookSpecs:
         self, group: CacheGroup, device: Device, settings: RunnerSettings
     ) -> Offer[type[AttentionBackend]] | Decline | None:
         """Bid to run attention over the cache group `group`."""
-
-    @hookspec
-    def grammar_backend(self, settings: RunnerSettings) -> Offer[type[GrammarBackend]] | Decline | None:
-        """Bid to compile the grammars of structured output. Loaded when the first request asks for it; none at all is no error before."""
 
     @hookspec
     def observer(self, settings: RunnerSettings) -> Observer | Sequence[Observer] | None:

@@ -14,13 +14,15 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
 from modelrunner.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence, search
-from modelrunner.chat import Message, chat_tokenizer, conversations, with_text
+from modelrunner.chat import Message, chat_tokenizer, conversations, opened
 from modelrunner.engine import Engine
 from modelrunner.errors import RequestError, kind_of
+from modelrunner.media_front import MEDIA_KEYS, Prepared
 from modelrunner.new_weights import Weights, checkpoint_name, checkpoint_tensors
 from modelrunner.request import (
     OutputKind,
@@ -30,6 +32,7 @@ from modelrunner.request import (
     check_ids,
     default_params,
     merged_eos,
+    prepare_prompt,
     read_prompt,
 )
 
@@ -76,10 +79,12 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete every prompt. Returns one output per prompt, in their order; a call always starts from nothing.
 
-        prompts: one or a list; each is text, a list of token ids, or a mapping with `prompt` or `prompt_token_ids` and optionally
-        `cache_salt`. sampling_params: one for all, or a list with one each; None for `default_sampling_params`. use_tqdm: show a progress
-        bar on a terminal. priority: lower runs earlier under the `priority` policy. deadline: seconds from now after which a request ends
-        with finish reason `timeout`. Both may be lists too.
+        prompts: one or a list; each is text, a list of token ids, or a mapping with one of `prompt`, `prompt_token_ids` and `prompt_embeds`
+        ([tokens, hidden size], with `media.prompt_embeds`), and optionally `cache_salt`. A multimodal model also takes `multi_modal_data`,
+        `{"image": [...], "video": [...]}`, in the order of their placeholders: PIL images, uint8 arrays, bytes of files, URLs;
+        `mm_processor_kwargs` for its processor; and `multi_modal_uuids`, labels of the items. sampling_params: one for all, or a list with
+        one each; None for `default_sampling_params`. use_tqdm: show a progress bar on a terminal. priority: lower runs earlier under the
+        `priority` policy. deadline: seconds from now after which a request ends with finish reason `timeout`. Both may be lists too.
 
         Raises RequestError before anything runs when any prompt or parameter is invalid, naming the prompt's index. An
         exception during the run ends the call's other requests; the engine stays usable. So does a Ctrl-C, which waits for the end
@@ -87,7 +92,7 @@ class LLM:
         """
         if self.engine.is_sleeping:
             raise RequestError("prompts: the engine is asleep, so nothing would run; accepted: generate after wake_up()")
-        many = as_list(prompts)
+        many = self._prepared(as_list(prompts))
         params = [self._final_only(item) for item in spread("sampling_params", sampling_params, len(many))]
         priorities, deadlines = spread("priority", priority, len(many)), spread("deadline", deadline, len(many))
         pending: dict[str, int] = {}  # request id -> index of its prompt
@@ -118,14 +123,16 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of a list of them, by the tokenizer's chat template; otherwise as `generate`.
 
-        messages: `[{"role": "user", "content": "Hello"}, ...]`; a content may be a list of text parts, which are joined.
+        messages: `[{"role": "user", "content": "Hello"}, ...]`; a content may be a list of parts: `{"type": "text", "text": ...}`, and of a
+        multimodal model `{"type": "image_url", "image_url": {"url": ...}}`, `{"type": "image", "image": ...}`, and the same of `video`.
         add_generation_prompt: end the prompt where the answer begins.
         """
         tokenizer = chat_tokenizer(self.tokenizer)
         prompts: list[Prompt] = []
         for i, conversation in enumerate(conversations(messages)):
             with naming_prompt(i):
-                prompts.append({"prompt_token_ids": tokenizer.apply_chat_template(with_text(conversation), add_generation_prompt)})
+                made, media = opened(conversation, self.engine.assembly.media.front)
+                prompts.append({"prompt_token_ids": tokenizer.apply_chat_template(made, add_generation_prompt), **media})
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, priority=priority, deadline=deadline)
 
     def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: bool = True) -> list[BeamSearchOutput]:
@@ -194,6 +201,23 @@ class LLM:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _prepared(self, prompts: Sequence[Any]) -> list[Any]:
+        """The prompts, those with media made ready by several threads."""
+        many = list(prompts)
+        places = [i for i, prompt in enumerate(many) if isinstance(prompt, Mapping) and MEDIA_KEYS[0] in prompt]
+        if not places:
+            return many
+        front, tokenizer = self.engine.assembly.media.front, self.tokenizer
+
+        def prepare(place: int) -> Prepared:
+            with naming_prompt(place):
+                return prepare_prompt(many[place], tokenizer, front)
+
+        with ThreadPoolExecutor(self.engine.settings.media.threads, "modelrunner-media") as threads:
+            for place, prepared in zip(places, threads.map(prepare, places), strict=True):
+                many[place] = prepared
+        return many
 
     def _final_only(self, params: object) -> SamplingParams:
         params = self.default_sampling_params() if params is None else params
@@ -265,7 +289,7 @@ def naming_prompt(index: int) -> Any:
 
 def as_list(prompts: Any) -> list[Any]:
     """The prompts of a call: a list of ids is one prompt, a list of anything else is several."""
-    if isinstance(prompts, (str, Mapping)):
+    if isinstance(prompts, (str, Mapping, Prepared)):
         return [prompts]
     if not isinstance(prompts, Iterable) or isinstance(prompts, bytes) or getattr(prompts, "ndim", 1) == 0:
         raise RequestError(f"prompts: got {kind_of(prompts)}; accepted: text, token ids, a mapping with one of them, or a list of these")

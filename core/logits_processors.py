@@ -37,10 +37,15 @@ class LogitsProcessor:
     name: by which a request asks. captured: whether `apply` may be recorded in a graph, and replayed with other values at the same
     addresses: it may be unless its Python code decides by something that changes from step to step. Steps with a processor that may not
     are run without graphs.
+    drafts: whether rows that ask may have drafts, where a drafter is in use. `apply` is then called once for each place of a row's run,
+    with the column `known` counting the drafts before that place as known tokens. So what it does to a row must follow from the row's
+    tokens and from columns that it does not change: a state that it carries from step to step would have seen drafts that are rejected.
+    Where False, the rows that ask go on one token at a time, and beside them others as they do.
     """
 
     name: str = ""
     captured: bool = True
+    drafts: bool = False
 
     # ---- requests ------------------------------------------------------------------------------------------------
 

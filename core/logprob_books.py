@@ -22,10 +22,11 @@ def keep_logprobs(outcome: Outcome, rows: HostRows, request_at: Callable[[int], 
     live = rows.active[plan.rows] & (rows.generation[plan.rows] == plan.generations)
     asks = live & (rows.features[plan.rows] & Feature.LOGPROBS != 0)
     sampled = asks & (records[:, Record.NUM_TOKENS] > 0) & (records[:, Record.FINISH] != Finish.ERROR)
-    kept = found.rows[sampled] if sampled.any() else ()
-    for at, row, record in zip(np.flatnonzero(sampled).tolist(), plan.rows[sampled].tolist(), kept, strict=True):
-        held, line = _held(request_at(row)), found.row_lines.get(at)
-        held.records.append(record if line is None else longer(record, line, held.num_top))
+    slots = 1 + plan.num_draft
+    for at in np.flatnonzero(sampled).tolist():
+        held, line = _held(request_at(int(plan.rows[at]))), found.row_lines.get(at)
+        kept = found.rows[at * slots : at * slots + int(records[at, Record.NUM_TOKENS])]
+        held.records.extend(kept if line is None else [longer(kept[0], line, held.num_top)])
     first = 0
     for at, start, stop, _ in found.spans:
         if live[at]:

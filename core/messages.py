@@ -24,9 +24,40 @@ class Greet(_Message):
     """The first command. Its arrival shows that the engine process is connected."""
 
 
+class TensorEntry(msgspec.Struct, array_like=True, frozen=True):
+    """Where a tensor lies in memory that two processes share. dtype: torch's name, e.g. `bfloat16`. offset: bytes."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+    offset: int
+
+
+class SentItem(msgspec.Struct, array_like=True):
+    """An item of media (see `media.MediaItem`), of whose tensors there are so many."""
+
+    kind: str
+    key: bytes
+    num_embeddings: int
+    info: dict[str, Any]
+    num_tensors: int
+
+
+class SentMedia(msgspec.Struct, array_like=True):
+    """A request's media. path, entries: of a `tensor_file.TensorFile` with the tensors of all items. runs: fields of `media.MediaRun`.
+    positions: [position_rows, tokens] int32, or None."""
+
+    path: str
+    entries: list[TensorEntry]
+    items: list[SentItem]
+    runs: list[list[int]]
+    positions: Any = None
+    is_embeds: bool = False
+
+
 class Add(_Message):
     """Queue a request. prompt: token ids. params: fields of SamplingParams. deadline: on the monotonic clock, which all processes share.
-    choice, fork: see `Engine.add_request`."""
+    choice, fork: see `Engine.add_request`. media: of its prompt."""
 
     number: int
     request_id: str
@@ -37,6 +68,7 @@ class Add(_Message):
     cache_salt: str | None = None
     choice: int = 0
     fork: str | None = None
+    media: SentMedia | None = None
 
 
 class Abort(_Message):
@@ -44,15 +76,6 @@ class Abort(_Message):
 
     number: int
     reason: str = "abort"
-
-
-class TensorEntry(msgspec.Struct, array_like=True, frozen=True):
-    """Where a tensor lies in memory that two processes share. dtype: torch's name, e.g. `bfloat16`. offset: bytes."""
-
-    name: str
-    dtype: str
-    shape: list[int]
-    offset: int
 
 
 class UpdateWeights(_Message):
@@ -88,12 +111,14 @@ class Ready(_Message):
     """The engine takes requests.
 
     plugins: names of the loaded plugins in loading order. warnings: (category, text) of those that came up while it was assembled.
+    media: fields of `media_front.MediaFacts`.
     """
 
     vocab_size: int
     max_model_len: int
     plugins: list[str]
     warnings: list[tuple[str, str]]
+    media: tuple[str, str, int, str, int]
 
 
 class Facts(_Message):
@@ -107,11 +132,13 @@ class Facts(_Message):
 
 
 class Ended(_Message):
-    """A request ended; the tokens of the same message are its last."""
+    """A request ended; the tokens of the same message are its last. Drafts as in `CompletionOutput`."""
 
     number: int
     finish_reason: str
     stop_reason: int | str | None
+    num_drafted: int = 0
+    num_accepted: int = 0
 
 
 class Refused(_Message):
@@ -138,6 +165,9 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     `scheduler.Stats`. sleeping: the cache's memory is given up, and requests wait. weight_version: of the weights in use.
     weights_problem: why they cannot be used, so that requests wait; empty when they can. loaded_tensors: of all updates. grammar_ways:
     requests with structured output by the way that they took: "device", or "host: " and the reason.
+    weights_problem: why they cannot be used, so that requests wait; empty when they can. loaded_tensors: of all updates.
+    drafted_at, accepted_at: drafts checked and kept, by place among those of a request in a step. encoded: images, videos and pieces of
+    prompt embeddings that were encoded.
     """
 
     running: int = 0
@@ -158,11 +188,14 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     loaded_tensors: int = 0
     held: int = 0
     grammar_ways: dict[str, int] = {}
+    drafted_at: list[int] = []
+    accepted_at: list[int] = []
+    encoded: int = 0
 
     @property
-    def progress(self) -> tuple[int, int, int, int]:
-        """Differs from an earlier value exactly if tokens flowed, requests ended or new weights were loaded since."""
-        return self.computed_tokens, self.generated_tokens, sum(self.finished.values()), self.loaded_tensors
+    def progress(self) -> tuple[int, ...]:
+        """Differs from an earlier value exactly if tokens flowed, media were encoded, requests ended or new weights were loaded since."""
+        return self.computed_tokens, self.generated_tokens, sum(self.finished.values()), self.loaded_tensors, self.encoded
 
 
 class Turn(_Message):

@@ -27,10 +27,12 @@ if TYPE_CHECKING:
     from modelrunner.batch import Batch
     from modelrunner.checkpoint import ModelCard
     from modelrunner.linear import LinearFactory
+    from modelrunner.media import EncoderInput, MediaNeeds, MediaProcessor
     from modelrunner.ops import Ops
     from modelrunner.request import Request
     from modelrunner.settings import RunnerSettings
     from modelrunner.taps import Result
+    from modelrunner.text import Tokenizer
     from modelrunner.weights import WeightMap
 
 IntArray = npt.NDArray[np.int64]
@@ -183,7 +185,7 @@ class Needs:
 
     cache_groups: one block table each. columns: request-table columns that this state owns; seated ones are for sampler stages and taps.
     max_model_len: the most tokens (prompt and output) that the model can hold. tap_points: names at which `forward` calls its tap.
-    results: what `ModelState.outputs` gives. capture: `full`, or `none` with `capture_reason`.
+    results: what `ModelState.outputs` gives. capture: `full`, or `none` with `capture_reason`. media: of a multimodal state; None for text.
     """
 
     cache_groups: tuple[CacheGroup, ...]
@@ -196,6 +198,7 @@ class Needs:
     results: tuple[Result, ...] = ()
     capture: Literal["full", "none"] = "full"
     capture_reason: str = ""
+    media: MediaNeeds | None = None
 
     def __post_init__(self) -> None:
         names = [group.name for group in self.cache_groups]
@@ -272,9 +275,11 @@ class ModelState(ABC):
     def supports(self, feature: str) -> Yes | No:
         """H. Answer for a feature: `prefix_cache`, `chunked_prefill`, `speculation`, `prompt_logprobs`, `graphs`, `taps`,
         `deterministic` (all that mixes the values of a token is done by `ctx.ops` and `ctx.linear`, not by torch, which chooses kernels by
-        how many tokens there are).
+        how many tokens there are), `multimodal` (of a state that declares `Needs.media`), `prompt_embeds` (a token's embedding is all that
+        the layers know of it, so any may stand there).
 
-        Asked at start-up for every feature that the settings turn on; a No is an error there, never a silent fallback.
+        Asked at start-up for every feature that the settings turn on; a No is an error there, never a silent fallback. One for `multimodal`
+        refuses requests with media instead, and says why: the model still serves text.
         """
         return Yes()
 
@@ -296,6 +301,27 @@ class ModelState(ABC):
         """H. Write harmless inputs into the state's own buffers, before warm-up and capture."""
         return None
 
+    # ---- media ---------------------------------------------------------------------------------------------------
+
+    def media_processor(self, tokenizer: Tokenizer | None) -> MediaProcessor:
+        """H, required of a state that declares `Needs.media`: its work on images and videos before the engine.
+
+        Also called in front ends, on an instance of which nothing was declared or built: it may use `self.card` and `self.settings`.
+        tokenizer: None with `skip_tokenizer_init`. Raises ImportError, with what to install, where a package is not there; requests with
+        media are refused then with that text.
+        """
+        raise NotImplementedError(f"{type(self).__name__} declares Needs.media and has no media_processor")
+
+    def encode(self, items: Sequence[EncoderInput], out: torch.Tensor) -> None:
+        """D, required with `Needs.media`: write the embeddings of `items`, one item after the other, into `out`
+        [sum of num_embeddings, (1 + features) * H], contiguous, of the model's dtype: each line an embedding, then its features.
+
+        Enqueued on a stream of its own while steps run, and never captured: shapes may depend on `info` and may allocate, but as in a step
+        nothing waits for the device, and host numbers come in by `tensors`. It may touch nothing that a step writes.
+        What an item's lines are must not depend on the other items.
+        """
+        raise NotImplementedError(f"{type(self).__name__} declares Needs.media and has no encode")
+
     # ---- requests ------------------------------------------------------------------------------------------------
 
     def add_row(self, row: int, request: Request) -> Mapping[str, Any]:
@@ -314,10 +340,17 @@ class ModelState(ABC):
 
     @abstractmethod
     def embed(self, batch: Batch, out: torch.Tensor) -> None:
-        """D R. Write the embeddings of `batch.input_ids` [T] into `out` [T, H]."""
+        """D R. Write the embeddings of `batch.input_ids` [T] into `out` [T, H].
+
+        Tokens of media have the ids of their placeholders here; the core puts their embeddings over what this writes.
+        """
 
     def positions(self, batch: Batch, out: torch.Tensor) -> torch.Tensor:
-        """D. Positions for `forward`; `out` [T] int64 already holds each token's index in its request and is the default."""
+        """D. Positions for `forward`; `out` [T] int64 already holds each token's index in its request and is the default.
+
+        Of a state with `MediaNeeds.position_rows` > 1 it is [T] int64 in steps without media, index + what the request's media made of it
+        (the same in all rows), and [position_rows, T] in steps with some (`batch.media` is not None).
+        """
         return out
 
     def attention_metadata(self, group: CacheGroup, batch: Batch, base: AttentionMeta) -> AttentionMeta:
@@ -344,6 +377,10 @@ class ModelState(ABC):
         its `meta` is of use. caches: group name -> [num_pages, num_layers, *page_shape]. tap: call it as `hidden = tap(name, hidden)` at
         declared tap points.
         Returns [T, H], normalised, ready for `logits`.
+
+        A state that declares `Needs.media` takes one more argument, by keyword: `media: MediaBatch | None = None`, None in steps without
+        media. It is for the features beside embeddings, of which the j-th is added, where the token has one, by
+        `ctx.ops.add_media(hidden, media.arena, media.slots, (1 + j) * H)`, in place.
         """
 
     @abstractmethod
@@ -367,4 +404,6 @@ def required_features(settings: RunnerSettings) -> Sequence[str]:
         wanted.append("chunked_prefill")
     if settings.device.deterministic:
         wanted.append("deterministic")
+    if settings.speculation.drafter is not None:
+        wanted.append("speculation")
     return wanted

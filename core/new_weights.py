@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from modelrunner.assemble import Chooser
+from modelrunner.choosing import Chooser
 from modelrunner.errors import RequestError
 
 if TYPE_CHECKING:

@@ -22,11 +22,11 @@ class StepReport(NamedTuple):
     began to wait for its results. arrived: they were there. committed: requests were updated and outputs made. With several steps in
     flight, others are planned and launched between `launched` and `waiting`.
 
-    num_rows, num_tokens: of the step. num_decode: rows that compute one token each. num_generated: tokens it added to outputs.
+    num_rows, num_tokens: of the step. num_decode: rows that compute one token each, and drafts. num_generated: tokens it added to outputs.
     num_finished: requests it ended. At the time of the launch: num_running: requests with a row, num_waiting: without one; num_in_flight:
     launched steps, this one included; pages_free, pages_total: of the cache, in pages (free ones may hold cached prefixes).
     num_preemptions: requests that gave way for this step. num_held: rows with structured output that were left out of it, since the mask
-    of their next token was not there.
+    of their next token was not there. num_drafted, num_accepted: drafts that it checked and kept.
     """
 
     step: int
@@ -48,6 +48,8 @@ class StepReport(NamedTuple):
     pages_total: int
     num_preemptions: int
     num_held: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
 
 
 class RequestStart(NamedTuple):
@@ -64,6 +66,7 @@ class RequestFinish(NamedTuple):
 
     first_token: when its first output token was committed, None if it has none. num_cached_tokens: of the prompt, found in the cache.
     grammar_way: of a request with structured output whose grammar was compiled: "device", or "host: " and why.
+    num_drafted, num_accepted: drafts that steps checked and kept.
     """
 
     request_id: str
@@ -76,6 +79,8 @@ class RequestFinish(NamedTuple):
     num_cached_tokens: int
     num_preemptions: int
     grammar_way: str | None = None
+    num_drafted: int = 0
+    num_accepted: int = 0
 
 
 class Observer:

@@ -206,7 +206,8 @@ class OutputProcessor:
         metrics = RequestMetrics(request.arrival, request.first_token_time, self._clock() if ended else None, request.num_preemptions)
         extra = {} if self._extra is None else self._extra(request, start, start + len(token_ids))
         logprobs, total = self.logprobs.output(request, start, start + len(token_ids))
-        completion = CompletionOutput(0, text, token_ids, request.finish_reason, request.stop_reason, extra, logprobs, total)
+        drafts = request.num_drafted, request.num_accepted
+        completion = CompletionOutput(0, text, token_ids, request.finish_reason, request.stop_reason, extra, logprobs, total, *drafts)
         return RequestOutput(
             request.id,
             request.prompt,

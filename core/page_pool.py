@@ -10,6 +10,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -22,15 +23,29 @@ Int64Array = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
+class Rider:
+    """A cache group without a block table: what it keeps of a token lies in the page of another group. start: its first byte there."""
+
+    group: CacheGroup
+    start: int
+
+
+@dataclass(frozen=True)
 class GroupLayout:
-    """A cache group and the tokens that one page holds for it."""
+    """A cache group and the tokens that one page holds for it. riders: groups that use its block table, behind what it keeps itself."""
 
     group: CacheGroup
     tokens_per_page: int
+    riders: tuple[Rider, ...] = ()
 
     @property
     def name(self) -> str:
         return self.group.name
+
+    @property
+    def groups(self) -> tuple[CacheGroup, ...]:
+        """The groups that its block table serves."""
+        return (self.group, *(rider.group for rider in self.riders))
 
     def pages_for(self, tokens: int) -> int:
         """Pages that `tokens` tokens fill, the last one perhaps in part."""
@@ -47,10 +62,16 @@ class GroupLayout:
         return max(min(self.pages_for(tokens), touched), 1)
 
 
-def page_layout(groups: Sequence[CacheGroup], page_size: int, itemsize: int | Mapping[str, int]) -> tuple[int, list[GroupLayout]]:
+def page_layout(
+    groups: Sequence[CacheGroup],
+    page_size: int,
+    itemsize: int | Mapping[str, int],
+    riders: Mapping[str, Sequence[CacheGroup]] | None = None,
+) -> tuple[int, list[GroupLayout]]:
     """Share pages of equal bytes between groups: (bytes of a page, layouts in the order of `groups`).
 
-    itemsize: bytes of an element, for each group by name, or one number for those that do not choose their own type. A page holds
+    itemsize: bytes of an element, for each group by name, or one number for those that do not choose their own type. riders: by a group's
+    name, others whose layers lie in its pages too, as if they were its own; all of these keep something by the token. A page holds
     `page_size` tokens of the group with the most bytes per token, or the one fixed amount of a group that keeps such
     (`CacheGroup.page_tokens`), if that is more. The groups that keep something by the token get as many whole multiples of `page_size` as
     fit into these bytes, so that prefixes which all groups can serve stay frequent. Pages lie a whole number of each such group's tokens of
@@ -58,17 +79,30 @@ def page_layout(groups: Sequence[CacheGroup], page_size: int, itemsize: int | Ma
     """
     if not groups:
         return page_size, []
-    if isinstance(itemsize, Mapping):
-        sizes = [itemsize[group.name] for group in groups]
-    else:
-        sizes = [itemsize if (dtype := group.cache_dtype()) is None else dtype.itemsize for group in groups]
+
+    def size_of(group: CacheGroup) -> int:
+        if isinstance(itemsize, Mapping):
+            return itemsize[group.name]
+        return itemsize if (dtype := group.cache_dtype()) is None else dtype.itemsize
+
+    guests = [tuple((riders or {}).get(group.name, ())) for group in groups]
     fixed = [group.page_tokens() for group in groups]
-    least = [group.page_elements(tokens or page_size) * size for group, tokens, size in zip(groups, fixed, sizes, strict=True)]
-    units = [size if tokens else math.prod(group.page_shape(1)) * size for group, tokens, size in zip(groups, fixed, sizes, strict=True)]
-    page_bytes = -(-max(least) // math.lcm(*units)) * math.lcm(*units)
-    return page_bytes, [
-        GroupLayout(group, tokens or page_bytes // size * page_size) for group, tokens, size in zip(groups, fixed, least, strict=True)
+    least = [
+        sum(each.page_elements(tokens or page_size) * size_of(each) for each in (group, *own))
+        for group, own, tokens in zip(groups, guests, fixed, strict=True)
     ]
+    units = [
+        size_of(each) if tokens else math.prod(each.page_shape(1)) * size_of(each)
+        for group, own, tokens in zip(groups, guests, fixed, strict=True)
+        for each in (group, *own)
+    ]
+    page_bytes = -(-max(least) // math.lcm(*units)) * math.lcm(*units)
+    layouts = []
+    for group, own, tokens, size in zip(groups, guests, fixed, least, strict=True):
+        held = tokens or page_bytes // size * page_size
+        ends = list(accumulate(each.page_elements(held) * size_of(each) for each in (group, *own)))
+        layouts.append(GroupLayout(group, held, tuple(Rider(each, start) for each, start in zip(own, ends, strict=False))))
+    return page_bytes, layouts
 
 
 class PagePool:

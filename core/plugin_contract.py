@@ -31,6 +31,7 @@ COMPONENTS: dict[str, tuple[str, str]] = {
     "attention_backend": ("modelrunner.attention", "AttentionBackend"),
     "linear_scheme": ("modelrunner.linear", "LinearScheme"),
     "grammar_backend": ("modelrunner.grammar", "GrammarBackend"),
+    "drafter": ("modelrunner.speculation", "Drafter"),
 }
 # The type that an offer of the hook must load an instance of.
 VALUES: dict[str, type] = {"model_source": Path, "model_config": Mapping}

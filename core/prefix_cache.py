@@ -2,17 +2,21 @@
 
 The key of a page is a hash of the key of the page before it and of the page's own tokens, so that equal keys mean equal tokens from the
 start on. The chain starts from a root, which keeps apart worlds whose caches differ for equal tokens: weight versions, adapters, salts.
+A page with tokens of media also has in its key which embeddings these take: the media's own key, and the first one's number.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from typing import NamedTuple
 
 import numpy as np
 
+from modelrunner.media import RequestMedia
 from modelrunner.page_pool import GroupLayout, Int32Array, PagePool
 
 KEY_BYTES = 16
@@ -33,12 +37,37 @@ def root_key(seed: bytes, adapter: str | None, salt: str | None, world: bytes | 
     return text.digest()
 
 
+class Span(NamedTuple):
+    """Tokens start..stop-1 of a sequence, which take the embeddings from number `offset` on of the item with this key."""
+
+    start: int
+    stop: int
+    key: bytes
+    offset: int
+
+
+def media_spans(media: RequestMedia) -> tuple[Span, ...]:
+    """The spans of a request's media, by rising start."""
+    return tuple(Span(run.start, run.start + run.length, media.items[run.item].key, run.offset) for run in media.runs)
+
+
 @dataclass
 class PageKeys:
-    """The chains of one sequence, one per page size: `chains[tokens_per_page]` are the keys of its full pages, in order."""
+    """The chains of one sequence, one per page size: `chains[tokens_per_page]` are the keys of its full pages, in order.
+
+    shifted: what some group keeps of a token was made from the token after it too. So a page's key has one token more in it, the first
+    one after the page; a full page without a next token has none yet. spans: where it has media, by rising start.
+    """
 
     root: bytes
+    shifted: bool = False
+    spans: tuple[Span, ...] = ()
     chains: dict[int, list[bytes]] = field(default_factory=dict)
+    _hashes: dict[int, bytes] = field(default_factory=dict)  # of all tokens of the pages that have keys, by page size
+
+    def pages_of(self, num_tokens: int, tokens_per_page: int) -> int:
+        """Pages of so many known tokens that can have keys."""
+        return max(num_tokens - self.shifted, 0) // tokens_per_page
 
     def extend(self, tokens: Int32Array, tokens_per_page: int, num_pages: int) -> list[bytes]:
         """Keys of at least the first `num_pages` pages of `tokens` [n] int32; hashes only what is new."""
@@ -46,13 +75,29 @@ class PageKeys:
         done = len(chain)
         if done >= num_pages:
             return chain
-        parent = chain[-1] if chain else self.root
+        parent = self._hashes.get(tokens_per_page, self.root)
         size = tokens_per_page * tokens.itemsize
-        data = tokens[done * tokens_per_page : num_pages * tokens_per_page].tobytes()
-        for start in range(0, len(data), size):
-            parent = blake2b(parent + data[start : start + size], digest_size=KEY_BYTES).digest()
-            chain.append(parent)
+        data = tokens[done * tokens_per_page : num_pages * tokens_per_page + self.shifted].tobytes()
+        for page, end in enumerate(range(size, (num_pages - done) * size + 1, size), done):
+            more = self._media(page * tokens_per_page, tokens_per_page)
+            parent = blake2b(parent + data[end - size : end] + more, digest_size=KEY_BYTES).digest()
+            following = data[end : end + tokens.itemsize] if self.shifted else b""
+            if following:
+                following += self._media((page + 1) * tokens_per_page, 1)
+            chain.append(blake2b(parent + following, digest_size=KEY_BYTES).digest() if following else parent)
+        self._hashes[tokens_per_page] = parent
         return chain
+
+    def _media(self, start: int, size: int) -> bytes:
+        """What the page of `size` tokens from `start` on holds of media; empty if there are none."""
+        found: list[bytes] = []
+        for span in self.spans[bisect_right(self.spans, start, key=lambda span: span.stop) :]:
+            if span.start >= start + size:
+                break
+            first = max(span.start, start)
+            numbers = (first - start, min(span.stop, start + size) - start, span.offset + first - span.start)
+            found.append(span.key + b"".join(number.to_bytes(4, "little") for number in numbers))
+        return b"".join(found)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -12,12 +12,15 @@ import numpy.typing as npt
 
 from modelrunner.errors import CheckpointError, RequestError
 from modelrunner.logprobs import Logprob, RequestLogprobs
+from modelrunner.media_front import EMBEDS_KEY, MEDIA_KEYS, MediaFront, Prepared
 from modelrunner.sampling_params import INT32_MAX, OutputKind, SamplingParams, as_float, as_int, default_params, shown
 
 if TYPE_CHECKING:
     from modelrunner.automaton_arena import Place
     from modelrunner.checkpoint import ModelCard
     from modelrunner.guides import Guide
+    from modelrunner.media import RequestMedia
+    from modelrunner.media_messages import Parcel
     from modelrunner.text import Tokenizer
 
 __all__ = [
@@ -34,11 +37,13 @@ __all__ = [
     "default_params",
     "make_request",
     "merged_eos",
+    "prepare_prompt",
     "read_prompt",
 ]
 
-Prompt = str | Sequence[int] | Mapping[str, Any]
-PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+Prompt = str | Sequence[int] | Mapping[str, Any] | Prepared
+TEXT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+PROMPT_KEYS = (*TEXT_KEYS, EMBEDS_KEY, *MEDIA_KEYS)
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,7 @@ class CompletionOutput:
     extra: what the request's `extra_args` ask for: name -> array [len(token_ids), ...], an entry per token of `token_ids`.
     logprobs: for each token of `token_ids`, token id -> `Logprob` of that token and the likeliest ones; None if none are asked for, as
     `cumulative_logprob`: the sum of the log-probs of all output tokens up to the last of `token_ids`.
+    num_drafted, num_accepted: drafts of speculative decoding that were checked, and those that became output; known at the end.
     """
 
     index: int
@@ -69,6 +75,8 @@ class CompletionOutput:
     extra: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict, compare=False)
     logprobs: Sequence[Mapping[int, Logprob]] | None = None
     cumulative_logprob: float | None = None
+    num_drafted: int = 0
+    num_accepted: int = 0
 
 
 @dataclass(frozen=True)
@@ -108,7 +116,9 @@ class Request:
     taps per output token. bad_word_ids: every tokenisation of `params.bad_words`. guide, place: of a request with structured output, one
     or the other from when its grammar is compiled. grammar_way: which, and why (see `guides`).
     logprobs: None if it asks for none. failure: what a function of `params.logits_processors` did wrong. choice: which of several answers
-    to its prompt. fork: names the requests that share this prompt, of which one computes it.
+    to its prompt. fork: names the requests that share this prompt, of which one computes it. draft_values: column values that the drafter
+    gave. num_draft: most drafts that a step checks for it. num_drafted, num_accepted: drafts checked and kept, known when its row is
+    released. media: of its prompt. parcel: these at a front end, to be sent to the engine.
     """
 
     id: str
@@ -144,6 +154,12 @@ class Request:
     failure: str | None = None
     choice: int = 0
     fork: str | None = None
+    draft_values: dict[str, Any] = field(default_factory=dict)
+    num_draft: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    media: RequestMedia | None = None
+    parcel: Parcel | None = None
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -183,13 +199,14 @@ def make_request(
     priority: int = 0,
     deadline: float | None = None,
     cache_salt: str | None = None,
+    media: MediaFront | None = None,
 ) -> Request:
     """Check everything a caller can get wrong and build the engine's record of the request.
 
-    prompt: text, token ids, or a mapping with `prompt` or `prompt_token_ids` and optionally `cache_salt`. params: None for the checkpoint's
-    defaults. vocab_size: the model's. max_model_len: prompt + output, in tokens. seed: a fresh 64-bit one, used when `params` names none.
-    now: monotonic seconds. priority: lower runs first. deadline: seconds from now after which the request ends with reason `timeout`.
-    cache_salt: requests share cached prefixes only with requests of the same salt.
+    prompt: see `prepare_prompt`, which may have been done. params: None for the checkpoint's defaults. vocab_size: the model's.
+    max_model_len: prompt + output, in tokens. seed: a fresh 64-bit one, used when `params` names none. now: monotonic seconds. priority:
+    lower runs first. deadline: seconds from now after which the request ends with reason `timeout`. cache_salt: requests share cached
+    prefixes only with requests of the same salt. media: what media of the prompt are made ready by.
     Raises RequestError that names the argument, what was given and what is accepted.
     """
     if not isinstance(request_id, str) or not request_id:
@@ -198,7 +215,12 @@ def make_request(
         params = default_params(card)
     if not isinstance(params, SamplingParams):
         raise RequestError(f"sampling_params: got {shown(params)}; accepted: a SamplingParams")
-    text, ids, salt = read_prompt(prompt, tokenizer)
+    prepared = prompt if isinstance(prompt, Prepared) else prepare_prompt(prompt, tokenizer, media)
+    text, ids, salt = prepared.text, prepared.token_ids, prepared.cache_salt
+    if prepared.media is not None and prepared.media.is_embeds and params.prompt_logprobs is not None:
+        raise RequestError(
+            "prompt_logprobs: a prompt of embeddings (prompt_embeds) has no tokens to give log-probs of; leave one of them out"
+        )
     if salt is not None and cache_salt is not None:
         raise RequestError("cache_salt: given both in the prompt and as an argument; accepted: one of them")
     check_ids(ids, vocab_size, max_model_len)
@@ -215,6 +237,7 @@ def make_request(
         deadline=_checked_deadline(deadline, now),
         cache_salt=_checked_salt(cache_salt if salt is None else salt),
         logprobs=asked_logprobs(params, len(ids), vocab_size),
+        media=prepared.media,
     )
     _check_stops(request, tokenizer, vocab_size)
     _check_edits(request, vocab_size)
@@ -230,13 +253,42 @@ def asked_logprobs(params: SamplingParams, prompt_length: int, vocab_size: int) 
     return RequestLogprobs(tops[0], tops[1], prompt_length)
 
 
+def prepare_prompt(prompt: object, tokenizer: Tokenizer | None, media: MediaFront | None) -> Prepared:
+    """A prompt in any accepted form, ready; its ids are not checked against a vocabulary yet. Takes as long as its media take.
+
+    prompt: text, token ids, or a mapping with one of `prompt` (text), `prompt_token_ids` and `prompt_embeds` ([tokens, hidden size]), and
+    optionally `cache_salt`; with `multi_modal_data` (`{"image": [...], "video": [...]}`, see `media_load`) also `mm_processor_kwargs`, for
+    the model's processor, and `multi_modal_uuids`, labels for the items.
+    """
+    if not isinstance(prompt, Mapping):
+        return Prepared(*read_prompt(prompt, tokenizer))
+    if EMBEDS_KEY in prompt:
+        if strange := [key for key in prompt if key not in (EMBEDS_KEY, "cache_salt")]:
+            raise RequestError(f"prompt: {shown(strange[0])} beside 'prompt_embeds'; accepted beside it: 'cache_salt'")
+        if media is None:
+            raise RequestError("prompt_embeds: embeddings are not taken here; accepted: text or token ids")
+        ids, embeds = media.embeds(prompt[EMBEDS_KEY])
+        return Prepared(None, ids, _checked_salt(prompt.get("cache_salt")), embeds)
+    brought = [key for key in MEDIA_KEYS if prompt.get(key) is not None]
+    prepared = Prepared(*read_prompt({key: value for key, value in prompt.items() if key not in MEDIA_KEYS}, tokenizer))
+    if not brought:
+        return prepared
+    if media is None or brought[0] != MEDIA_KEYS[0]:
+        raise RequestError(
+            f"{brought[0]}: {'media are not taken here' if media is None else 'it goes with multi_modal_data, which is not there'}"
+        )
+    ids, found = media.prepare(prompt, prepared.token_ids)
+    return replace(prepared, token_ids=ids, media=found)
+
+
 def read_prompt(prompt: object, tokenizer: Tokenizer | None) -> tuple[str | None, list[int], Any]:
-    """(text, token ids, cache salt as given) of a prompt in any accepted form; the ids are not checked against a vocabulary yet."""
+    """(text, token ids, cache salt as given) of a prompt of text or ids; the ids are not checked against a vocabulary yet."""
     salt = None
     if isinstance(prompt, Mapping):
-        unknown = [key for key in prompt if key not in PROMPT_KEYS]
+        unknown = [key for key in prompt if key not in TEXT_KEYS]
         if unknown:
-            raise RequestError(f"prompt: unknown key {shown(unknown[0])}; accepted: {', '.join(PROMPT_KEYS)}")
+            text_alone = f"{', '.join(TEXT_KEYS)}" if unknown[0] in PROMPT_KEYS else ", ".join(PROMPT_KEYS)
+            raise RequestError(f"prompt: unknown key {shown(unknown[0])}; accepted: {text_alone}")
         if ("prompt" in prompt) == ("prompt_token_ids" in prompt):
             raise RequestError("prompt: a mapping needs exactly one of the keys 'prompt' (text) and 'prompt_token_ids' (a list of ids)")
         if "cache_salt" in prompt:

@@ -76,6 +76,7 @@ class RequestStream:
             request.cache_salt,
             request.choice,
             request.fork,
+            None if request.parcel is None else request.parcel.message,
         )
 
     # ---- the link's thread -----------------------------------------------------------------------------------------
@@ -119,6 +120,7 @@ class RequestStream:
         request, reason = self.request, ended.stop_reason
         hidden = ended.finish_reason == "stop" and reason not in request.params.stop_token_ids
         request.finish_reason, request.stop_reason = ended.finish_reason, None if hidden else reason
+        request.num_drafted, request.num_accepted = ended.num_drafted, ended.num_accepted
         return self._outputs.finish(request)
 
     def _extra_of(self, request: Request, start: int, stop: int) -> dict[str, npt.NDArray[Any]]:

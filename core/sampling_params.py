@@ -225,6 +225,14 @@ def _repeated_ids(value: Any) -> tuple[int, ...]:
     return ids
 
 
+def _num_draft_tokens(value: object) -> int | None:
+    if value is None:
+        return None
+    number = as_int(value)
+    _require(0 <= number <= INT32_MAX)
+    return number
+
+
 def _extra_args(value: object) -> Mapping[str, Any]:
     if value is None:
         return {}
@@ -257,6 +265,7 @@ ACCEPTED = {
     "to mappings of arguments",
     "structured_outputs": "StructuredOutputsParams, or None",
     **dict.fromkeys(("logprobs", "prompt_logprobs"), "an integer >= 0, -1 for the whole vocabulary, or None for none"),
+    "num_draft_tokens": "an integer >= 0 (0: no drafts), or None for as many as the engine proposes",
     "extra_args": "a mapping of names of taps to their arguments",
     "output_kind": ", ".join(repr(kind.value) for kind in OutputKind),
     **dict.fromkeys(("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"), "True or False"),
@@ -286,6 +295,8 @@ class SamplingParams(BaseModel):
     output_kind: what `Engine.step` reports (`LLM` always waits for the end).
     logits_processors: what else changes the logits, after penalties: names of processors that plugins bring, in a list or with their
     arguments, `{"no_repeat": {"size": 3}}`, and, in a list, Python functions f(prompt_ids, output_ids, logits) -> logits, which are slow.
+    num_draft_tokens: most tokens that speculative decoding proposes a step; 0 for none, None for as many as the setting
+    speculation.num_tokens says. It changes the speed, not the result.
     extra_args: what the request asks of plugins, by the names of their taps; the values are numbers, text, lists and mappings.
 
     Raises RequestError naming the parameter, what was given and what is accepted.
@@ -318,6 +329,7 @@ class SamplingParams(BaseModel):
     logits_processors: Annotated[Mapping[str, Mapping[str, Any]], BeforeValidator(read_processors)] = Field(default_factory=dict)
     logprobs: Annotated[int | None, BeforeValidator(_logprobs)] = None
     prompt_logprobs: Annotated[int | None, BeforeValidator(_logprobs)] = None
+    num_draft_tokens: Annotated[int | None, BeforeValidator(_num_draft_tokens)] = None
     extra_args: Annotated[Mapping[str, Any], BeforeValidator(_extra_args)] = Field(default_factory=dict)
 
     def __hash__(self) -> int:

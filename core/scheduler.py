@@ -17,10 +17,13 @@ import numpy as np
 
 from modelrunner.admission import Admission, PatchSink
 from modelrunner.batch import EMPTY_PATCH, Drain, Finish, Outcome, Plan, Record
+from modelrunner.draft_policy import NO_DRAFTS, DraftPolicy
+from modelrunner.no_media import NoMedia
 from modelrunner.page_pool import GroupLayout, Int32Array, PagePool
 from modelrunner.request import Request, Status
 from modelrunner.rows import BoolArray, Growth, HostRows
 from modelrunner.steady import Steady
+from modelrunner.steady_drafts import SteadyDrafts
 from modelrunner.step_books import Committed, Draft, Stats, Undo, note_growth
 from modelrunner.token_budget import TokenBudget
 from modelrunner.waiting import Deadlines, Entry
@@ -34,7 +37,8 @@ class Scheduler:
     row_values: plain and seated column values of a request, by column name (a seated column's value is its elements).
     on_admit(row, request, resumed) gives further values, on_remove tells that the request left the row. seats: capacity of each seated
     column. max_batched_tokens, max_mixed_tokens, usual_context: see `TokenBudget`; the latter two only with chunked prefill. depth: steps
-    in flight at most.
+    in flight at most. media: what the requests' media are encoded by. drafting: how many drafts steps have. shifted_cache: a page of some
+    group depends on the token behind its end.
     """
 
     def __init__(
@@ -58,15 +62,18 @@ class Scheduler:
         depth: int = 2,
         clock: Callable[[], float] = time.monotonic,
         cache_seed: bytes = b"",
+        media: NoMedia | None = None,
+        drafting: DraftPolicy = NO_DRAFTS,
+        shifted_cache: bool = False,
     ) -> None:
         self.pool = pool
         self.depth = depth
-        self.stats = Stats()
-        self._rows = HostRows(groups, max_rows, max_model_len)
+        self.stats = Stats(drafted_at=[0] * drafting.most, accepted_at=[0] * drafting.most)
+        self._rows = HostRows(groups, max_rows, max_model_len, drafting)
         self.admission = Admission(
             self._rows, pool, seats or {}, row_values, on_admit, on_remove,
             max_batched_tokens=max_batched_tokens, by_priority=policy == "priority",
-            chunked=chunked_prefill, caching=prefix_caching, cache_seed=cache_seed,
+            chunked=chunked_prefill, caching=prefix_caching, cache_seed=cache_seed, shifted=shifted_cache, media=media,
         )  # fmt: skip
         self._builder = builder
         self._budget = TokenBudget(max_batched_tokens, max_mixed_tokens if chunked_prefill else None, usual_context)
@@ -74,7 +81,7 @@ class Scheduler:
         self._deadlines = Deadlines()
         self._running: Int32Array = np.empty(0, np.int32)  # rows of running requests, in order of admission
         self._repeatable: Plan | None = None  # the newest plan, if all running rows decode in it, and nobody came or went since
-        self._steady: Steady | None = None  # repeats it
+        self._steady: Steady | SteadyDrafts | None = None  # repeats it
         self._in_flight: deque[Plan] = deque()
         self._undo: Undo | None = None
         self._step = 0
@@ -148,7 +155,7 @@ class Scheduler:
         return [entry.request for entry in entries if entry is not None]
 
     def ready(self, request: Request) -> None:
-        """The mask of the request's next token is there: it can be planned, or admitted."""
+        """What the request's next token waited for is there, its mask or its media: it can be planned, or admitted."""
         if request.status is Status.RUNNING:
             self._rows.held[request.row] = False
         else:
@@ -201,9 +208,10 @@ class Scheduler:
             return again
         self._disturb()
         while True:
-            rows, counts, num_decode = self._rows.select(self._running, self._budget, len(self.admission.queue))
-            upper = self._rows.computed_upper[rows] + counts
-            deficits = [table.deficit(rows, upper) for table in self._rows.tables]
+            chosen = self._rows.select(self._running, self._budget, len(self.admission.queue), self._step)
+            rows, counts, num_decode, num_draft = chosen
+            upper, limit = self._rows.computed_upper[rows] + counts, self._rows.limit[rows]
+            deficits = [table.lacks(rows, upper, limit) for table in self._rows.tables]
             missing = sum(int(d.sum()) for d in deficits)
             if missing <= self.pool.available:
                 break
@@ -211,11 +219,12 @@ class Scheduler:
                 return Drain(f"{missing} cache pages are needed and {self.pool.available} available")
             self._preempt(self._victim())
         cached = int(self._rows.computed_upper[rows[:num_decode]].sum())
-        tokens = self._budget.tokens(num_decode, rows.size - num_decode + len(self.admission.queue), cached)
-        draft = Draft(self._builder(), tokens, num_decode)
+        tokens = self._budget.tokens(num_decode, rows.size - num_decode + len(self.admission.queue), cached, 1 + num_draft)
+        draft = Draft(self._builder(), tokens, num_decode, num_draft)
         draft.grow(self._rows, rows, deficits, self.pool)
         self.num_held = int(self._rows.held.sum()) if self._rows.num_guided else 0
         draft.take(self._rows, rows, counts)
+        draft.spend(counts)
         if self._rows.num_guided:
             self._send_masks(draft, rows)
         self._admit(draft)
@@ -234,8 +243,8 @@ class Scheduler:
         """The steady path: the plan of before once more, or None when something about it would change."""
         if self.admission.candidate(self._budget.most - first.num_tokens) is not None:
             return None
-        steady = self._steady = self._steady or Steady(self._rows, first)
-        if not steady.left:
+        steady = self._steady = self._steady or self._steady_from(first)
+        if steady.left <= 0 or (steady.drafting and first.num_draft != self._drafts_in(self._step)):
             return None
         growths: list[Growth] = []
         patch = EMPTY_PATCH
@@ -253,6 +262,9 @@ class Scheduler:
         self._step += 1
         return plan
 
+    def _steady_from(self, first: Plan) -> Steady | SteadyDrafts:
+        return SteadyDrafts(self._rows, first, self.stats) if first.num_draft else Steady(self._rows, first)
+
     def _settle(self) -> None:
         """Write down what the steady path has not written yet: whoever reads rows needs it."""
         if self._steady is not None:
@@ -269,22 +281,35 @@ class Scheduler:
             row = np.array([entry.request.row], np.int32)
             self._running = np.concatenate([self._running, row])
             draft.take(self._rows, row, np.array([chunk], np.int32))
+            draft.budget -= chunk
             draft.admitted.append(entry)
             self.stats.admitted(entry, 1)
 
     def _seal(self, draft: Draft) -> Plan | None:
-        plan = draft.plan(self._step, self._rows)
+        plan = draft.plan(self._step, self._rows, self._num_next(draft))
         if plan is None:
             return None
+        if self._rows.num_media:
+            plan = self.admission.media.attach(plan)
         self.stats.held += self.num_held
         table = self._rows
         self._undo = Undo(plan, np.concatenate(draft.sampled), draft.growths, draft.admitted, table.last_ticket[plan.rows])
         table.last_ticket[plan.rows] = plan.step
         self._in_flight.append(plan)
         self._step += 1
-        if plan.num_decode == self._running.size and not table.num_guided:
+        usual = not table.num_guided and not table.num_media
+        if plan.num_decode == self._running.size and usual and plan.num_draft == plan.num_next:
             self._repeatable = plan
         return plan
+
+    def _drafts_in(self, step: int) -> int:
+        """Drafts of a row in a step in which all running rows decode."""
+        return self._rows.policy.drafts_in(self._running.size, self._budget.most, step)
+
+    def _num_next(self, draft: Draft) -> int:
+        """Drafts to be made after this step, for the next one."""
+        most = self._drafts_in(self._step + 1)
+        return most if most and any(self._rows.drafts[rows].any() for rows, _ in draft.chunks) else 0
 
     def rollback(self, plan: Plan) -> None:
         """Undo the newest plan, whose launch raised. Those it admitted wait again, in their old place; nothing committed is lost."""
@@ -299,9 +324,7 @@ class Scheduler:
         table.last_ticket[plan.rows] = undo.last_ticket
         alive = self._alive(plan)
         rows = plan.rows[alive]
-        table.computed_upper[rows] -= plan.num_query[alive]
-        table.known_upper[rows] -= undo.sampled[alive]
-        table.held[rows] &= ~undo.sampled[alive]
+        table.retreat(rows, plan.num_query[alive], int(alive[: plan.num_decode].sum()), undo.sampled[alive])
         for growth in undo.growths:
             table.tables[growth.group].shrink(growth, np.isin(growth.rows, plan.rows[~alive]), self.pool)
         for entry in undo.admitted:
@@ -327,36 +350,47 @@ class Scheduler:
         self._settle()
         return self._commit(outcome)
 
-    def _commit_steady(self, outcome: Outcome, steady: Steady) -> Committed:
-        """What else follows from one more token of each row, all of them with output before: no page of a prompt is left to index."""
-        plan = outcome.plan
-        self.stats.computed_tokens += plan.num_tokens
-        self.stats.generated_tokens += plan.num_tokens
+    def _commit_steady(self, outcome: Outcome, steady: Steady | SteadyDrafts) -> Committed:
+        """What else follows from more tokens of each row, all of them with output before: no page of a prompt is left to index."""
+        plan, records = outcome.plan, outcome.records
+        tokens, counts = records[:, Record.TOKENS : Record.TOKENS + 1 + plan.num_draft], plan.num_query
+        computed = generated = plan.num_tokens
+        if plan.num_draft:
+            counts, computed = records[:, Record.NUM_TOKENS], int(plan.num_query.sum())
+            generated = int(counts.sum())
+            self.stats.checked(records[:, Record.DRAFTED], counts)
+        self.stats.computed_tokens += computed
+        self.stats.generated_tokens += generated
         for table in self._rows.tables:
             if table.windowed:
                 table.free_behind(plan.rows, steady.computed(), self.pool)
-        return Committed(plan.rows, outcome.records[:, Record.TOKENS :], plan.num_query, [])
+        return Committed(plan.rows, tokens, counts, [])
 
     def _commit(self, outcome: Outcome) -> Committed:
         """Any records, row by row."""
         plan, rows = outcome.plan, self._rows
         live = self._alive(plan)
-        records, at, computing = outcome.records, plan.rows, plan.num_query
+        records, at, computing, num_decode = outcome.records, plan.rows, plan.num_query, plan.num_decode
         if not live.all():
-            records, at, computing = records[live], at[live], computing[live]
+            records, at, computing, num_decode = records[live], at[live], computing[live], int(live[:num_decode].sum())
         named = (records[:, Record.ROW] == at) & (records[:, Record.GENERATION] == plan.generations[live])
         assert named.all(), f"step {plan.step}: a record names another row or tenancy than the plan"
-        finish, counts, tokens = records[:, Record.FINISH], records[:, Record.NUM_TOKENS], records[:, Record.TOKENS :]
+        finish, counts = records[:, Record.FINISH], records[:, Record.NUM_TOKENS]
+        tokens = records[:, Record.TOKENS : Record.TOKENS + 1 + plan.num_draft]
         if (ended := finish != Finish.NONE).any():
             counts = np.where(finish == Finish.ERROR, 0, counts)
         new = counts > 0
         known = rows.known[at]
         self._note_first_tokens(at[new & (known == rows.num_prompt[at])])
+        if plan.num_draft:
+            self._note_drafts(at[:num_decode], computing[:num_decode], counts[:num_decode], records[:num_decode, Record.DRAFTED])
         rows.append(at, tokens, counts)
         rows.computed[at] = np.where(new, known + counts - 1, rows.computed[at] + computing)
         self.stats.computed_tokens += int(computing.sum())
         self.stats.generated_tokens += int(counts.sum())
         self.admission.index_prompts(at)
+        if rows.num_media:
+            self.admission.media.commit(at)
         for table in rows.tables:
             if table.windowed:
                 table.free_behind(at, rows.computed[at], self.pool)
@@ -364,6 +398,16 @@ class Scheduler:
         if new.all():
             return Committed(at, tokens, counts, finished)
         return Committed(at[new], tokens[new], counts[new], finished)
+
+    def _note_drafts(self, at: Int32Array, planned: Int32Array, counts: Int32Array, drafted: Int32Array) -> None:
+        """Decode rows `at` were planned to get up to so many tokens, and got `counts` (none, if they end with an error)."""
+        got = counts > 0
+        self._rows.correct(at[got], planned[got], counts[got])
+        accepted = self.stats.checked(drafted, counts)
+        self._rows.num_drafted[at] += drafted
+        self._rows.num_accepted[at] += accepted
+        self.stats.by_place(drafted, accepted)
+        self._rows.policy.learn(drafted, accepted)
 
     def _alive(self, plan: Plan) -> BoolArray:
         """Which rows of a plan still belong to the tenancy that it names."""

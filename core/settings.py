@@ -32,6 +32,7 @@ __all__ = [
     "GrammarSettings",
     "GraphSettings",
     "LinearSettings",
+    "MediaSettings",
     "ModelSettings",
     "PinSettings",
     "ProcessSettings",
@@ -40,6 +41,7 @@ __all__ = [
     "SamplerSettings",
     "SchedulerSettings",
     "Section",
+    "SpeculationSettings",
     "load_settings",
     "merge_sections",
     "setting_origins",
@@ -83,7 +85,7 @@ class ModelSettings(Section):
     max_model_len: int | None = Field(default=None, ge=1)
     """Most tokens of a request, prompt and output together; none takes what the model was made for."""
 
-    load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto"
+    load_format: Literal["auto", "safetensors", "gguf", "torch", "dummy"] = "auto"
     """Format of the weights; auto looks at the files, dummy fills the weights with seeded random numbers and reads none."""
 
     seed: int = Field(default=0, ge=0, lt=2**63)
@@ -244,6 +246,88 @@ class GrammarSettings(Section):
     """Most states of one such automaton; a grammar that takes more is followed on the host."""
 
 
+class MediaSettings(Section):
+    """Images, videos and embeddings in prompts."""
+
+    arena_tokens: int | None = Field(default=None, ge=1, le=2**24)
+    """Embeddings that the encoder's arena holds; none is the most that one image or video of the model can have, or a step's tokens for
+    prompt embeddings of a model of text. Each takes the bytes of a hidden state, or several of them."""
+
+    encoder_tokens: int = Field(default=4096, ge=1, le=2**24)
+    """Most embeddings that are encoded together; an image that has more is encoded by itself."""
+
+    encoder_duty: float = Field(default=1.0, gt=0, le=1)
+    """Share of the time in which something is encoded while other requests decode: with 0.5 encoding pauses for as long as it took. Less
+    makes their tokens come faster, and images later."""
+
+    prompt_embeds: bool = False
+    """Accept embeddings as prompts (`prompt_embeds`)."""
+
+    max_images: int = Field(default=16, ge=0, le=4096)
+    """Most images of one request."""
+
+    max_videos: int = Field(default=2, ge=0, le=4096)
+    """Most videos of one request."""
+
+    max_pixels: int = Field(default=2**25, ge=1, le=2**31)
+    """Most pixels of an image as it is given; those of a video's frames together, the chosen ones, may be 16 times as many. Larger ones
+    are refused before they are decoded."""
+
+    max_bytes: int = Field(default=2**26, ge=1, le=2**32)
+    """Most bytes of an image or a video file, encoded."""
+
+    max_frames: int = Field(default=256, ge=1, le=65536)
+    """Most frames that are taken out of a video file, spread evenly."""
+
+    video_fps: float = Field(default=2.0, gt=0, le=240)
+    """Frames a second that are taken out of a video file."""
+
+    folder: str | None = None
+    """Folder whose files prompts may name (file:// URLs and paths); none refuses all files."""
+
+    remote: bool = False
+    """Fetch http and https URLs that prompts name."""
+
+    fetch_timeout: float = Field(default=10.0, gt=0)
+    """Seconds that fetching a URL may take."""
+
+    threads: int = Field(default=4, ge=1, le=256)
+    """Images and videos of one call that are processed at the same time, beside the engine's loop."""
+
+
+class SpeculationSettings(Section):
+    """Speculative decoding: a drafter proposes tokens, the model checks several at once."""
+
+    drafter: str | None = None
+    """Name of the drafter offer (ngram, or a plugin's); none decodes a token at a time."""
+
+    num_tokens: int = Field(default=3, ge=1, le=16)
+    """Most tokens that are proposed for a request in a step; a request may ask for fewer (num_draft_tokens)."""
+
+    model: str = ""
+    """Hub id or folder of the drafter's weights; empty for a drafter without, or one whose weights lie with the model's."""
+
+    off_above_rows: int | None = Field(default=None, ge=0, le=65536)
+    """Decoding requests above which nothing is proposed, because the device is busy enough; none always proposes."""
+
+    adaptive: bool = False
+    """Choose step by step how many tokens are proposed, up to num_tokens, by how many were accepted lately and how many requests decode."""
+
+    spare_tokens: int = Field(default=256, ge=1, le=65536)
+    """With adaptive, tokens up to which a step is taken to last as long as one of few."""
+
+    acceptance: Literal["exact", "typical"] = "exact"
+    """`exact` changes no token's distribution. `typical` also keeps drafts that are likely enough where a request draws (temperature above
+    0): faster, and lossy (see typical_threshold)."""
+
+    typical_threshold: float = Field(default=0.3, gt=0, le=1)
+    """Of acceptance `typical`: a draft of probability p is kept if p > min(typical_threshold, typical_factor * exp(-entropy)), in nats, of
+    the distribution after temperature and filters (Cai et al. 2024, arXiv:2401.10774, section 3.3.1)."""
+
+    typical_factor: float = Field(default=0.09, gt=0, le=1)
+    """See typical_threshold."""
+
+
 class GraphSettings(Section):
     """Captured graphs and the batch shapes that they are padded to."""
 
@@ -307,6 +391,9 @@ class PinSettings(Section):
     grammar_backend: str | None = None
     """Name of the offer that compiles grammars; none chooses by fit."""
 
+    drafter: str | None = None
+    """Name of the offer that drafts; none lets speculation.drafter decide."""
+
     def of(self, hook: str) -> str | None:
         """The name pinned for `hook`. (The field for the hook `model_config` has another name in Python: pydantic keeps that one.)"""
         if hook not in field_names(type(self)):
@@ -348,6 +435,10 @@ class RunnerSettings(BaseSettings):
     """Capacities of the sampler's columns."""
     grammar: GrammarSettings = GrammarSettings()
     """Structured output."""
+    media: MediaSettings = MediaSettings()
+    """Images, videos and embeddings in prompts."""
+    speculation: SpeculationSettings = SpeculationSettings()
+    """Speculative decoding."""
     graphs: GraphSettings = GraphSettings()
     """Captured graphs and the batch shapes that they are padded to."""
     process: ProcessSettings = ProcessSettings()

@@ -48,10 +48,14 @@ ALIASES: Mapping[str, str] = types.MappingProxyType(
         "scheduling_policy": "scheduler.policy",
         "device": "device.name",
         "deterministic": "device.deterministic",
+        "speculative_model": "speculation.model",
+        "num_speculative_tokens": "speculation.num_tokens",
         "enforce_eager": "graphs.eager",
         "quantization": "linear.scheme",
         "max_logprobs": "sampler.max_logprobs",
         "logprobs_mode": "sampler.logprobs_mode",
+        "enable_prompt_embeds": "media.prompt_embeds",
+        "allowed_local_media_path": "media.folder",
     }
 )
 

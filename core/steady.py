@@ -21,13 +21,15 @@ class Steady:
     """Repeats `first`, a plan of all running rows in which each decodes. Ends when a row leaves, one comes, or `left` is 0.
 
     rows: [N] int32, the very array of each of its plans, which tells them from others (so do generations and query counts).
-    all: [N] bool, True. left: steps that can still be planned before a row reaches its limit.
+    all: [N] bool, True. left: steps that can still be planned before a row reaches its limit. drafting: a row may have drafts, though it
+    has none in these steps.
     """
 
     def __init__(self, table: HostRows, first: Plan) -> None:
         """Right after `first` was planned."""
         self.rows = first.rows
         self.left = int((table.limit[self.rows] - table.known_upper[self.rows]).min())
+        self.drafting = bool(table.policy.most and table.drafts[self.rows].any())
         self._first = first
         self._table = table
         self._length = first.max_seq_len
@@ -35,6 +37,8 @@ class Steady:
         self._planned = 0  # steps planned and not yet settled
         self._tokens: list[Int32Array] = []  # [N] of each step committed and not yet settled
         self._calendars = [calendar(each, self.rows, table.computed_upper[self.rows]) for each in table.tables]
+        if any(max(days) >= each.tokens_per_page for each, days in zip(table.tables, self._calendars, strict=True)):
+            self.left = 0  # drafts that were not kept left whole pages to spare: those are filled first
         self.all = np.ones(self.rows.size, np.bool_)
         zero = np.zeros_like(self.rows)
         self._expected = np.stack([self.rows, first.generations, zero + 1, zero + Finish.NONE], 1)
@@ -67,7 +71,7 @@ class Steady:
         """
         if plan.rows is not self.rows or plan is self._first:
             return False
-        if not (records[:, : Record.LOGPROB] == self._expected).all():
+        if not (records[:, : Record.DRAFTED] == self._expected).all():
             return False
         self._tokens.append(records[:, Record.TOKENS])
         if len(self._tokens) == MOST_KEPT:
@@ -84,6 +88,7 @@ class Steady:
             table, rows = self._table, self.rows
             table.computed_upper[rows] += self._planned
             table.known_upper[rows] += self._planned
+            table.known_lower[rows] += self._planned
             table.last_ticket[rows] = self._step
             self._planned = 0
         if self._tokens:

@@ -20,7 +20,9 @@ class Stats:
     """Counters since start. steps: committed ones. preemptions: rows taken from running requests. prompt_tokens: of admitted
     requests, once for several choices.
     cached_tokens: found in the prefix cache at admissions and resumptions. computed_tokens: query tokens of committed steps.
-    generated_tokens: committed output. held: times that a row was left out of a plan because the mask of its next token was not there."""
+    generated_tokens: committed output. held: times that a row was left out of a plan because the mask of its next token was not there.
+    num_drafted, num_accepted: drafts that steps checked, and those that became output. drafted_at, accepted_at: the same by place among
+    the drafts of a row, from the first on; they are brought up to date when a row leaves, and now and then."""
 
     steps: int = 0
     preemptions: int = 0
@@ -29,6 +31,23 @@ class Stats:
     computed_tokens: int = 0
     generated_tokens: int = 0
     held: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    drafted_at: list[int] = field(default_factory=list)
+    accepted_at: list[int] = field(default_factory=list)
+
+    def checked(self, drafted: Int32Array, counts: Int32Array) -> Int32Array:
+        """Count the drafts that a step checked of some rows, which got `counts` tokens each. Returns how many of each row were kept."""
+        accepted: Int32Array = np.minimum(np.maximum(counts - 1, 0), drafted)
+        self.num_drafted += int(drafted.sum())
+        self.num_accepted += int(accepted.sum())
+        return accepted
+
+    def by_place(self, drafted: Int32Array, accepted: Int32Array) -> None:
+        """Count them by their place."""
+        places = np.arange(len(self.drafted_at))
+        self.drafted_at = (self.drafted_at + (drafted[:, None] > places).sum(0)).tolist()
+        self.accepted_at = (self.accepted_at + (accepted[:, None] > places).sum(0)).tolist()
 
     def admitted(self, entry: Entry, sign: int) -> None:
         """Count an admission, or with sign -1 take it back."""
@@ -61,11 +80,12 @@ class Undo:
 
 @dataclass
 class Draft:
-    """A plan in the making. chunks: (rows, query tokens of each) in batch order; sampled: which of them sample."""
+    """A plan in the making. chunks: (rows, query tokens of each) in batch order; sampled: which of them sample. num_draft: as in a plan."""
 
     builder: PatchSink
     budget: int
     num_decode: int
+    num_draft: int = 0
     chunks: list[tuple[Int32Array, Int32Array]] = field(default_factory=list)
     sampled: list[BoolArray] = field(default_factory=list)
     growths: list[Growth] = field(default_factory=list)
@@ -75,7 +95,10 @@ class Draft:
         """Let `rows` compute `counts` tokens."""
         self.chunks.append((rows, counts))
         self.sampled.append(table.advance(rows, counts))
-        self.budget -= int(counts.sum())
+
+    def spend(self, counts: Int32Array) -> None:
+        """Take the query slots of the step's first rows, which have `counts` tokens each, off the budget."""
+        self.budget -= self.num_decode * (1 + self.num_draft) + int(counts[self.num_decode :].sum())
 
     def grow(self, table: HostRows, rows: Int32Array, deficits: list[Int32Array], pool: PagePool) -> None:
         """Give rows the pages that they lack, by group."""
@@ -84,13 +107,15 @@ class Draft:
                 self.growths.append(group.grow(rows, deficit, pool))
                 note_growth(self.builder, group.layout.name, self.growths[-1])
 
-    def plan(self, step: int, table: HostRows) -> Plan | None:
-        """The plan, None if it is empty."""
+    def plan(self, step: int, table: HostRows, num_next: int = 0) -> Plan | None:
+        """The plan, None if it is empty. num_next: as in a plan."""
         rows = np.concatenate([rows for rows, _ in self.chunks])
         if not rows.size:
             return None
         num_query = np.concatenate([counts for _, counts in self.chunks])
-        lengths = table.computed_upper[rows]
+        lengths = np.minimum(table.computed_upper[rows], table.limit[rows] - 1)
+        slots = 1 + self.num_draft if self.num_decode else 1
+        prompts = num_query[self.num_decode :]
         max_seq_len = int(lengths.max())
         features, row_features = self._features(table.features[rows])
         return Plan(
@@ -100,11 +125,13 @@ class Draft:
             num_query=num_query,
             patch=self.builder.build(),
             num_decode=self.num_decode,
-            num_tokens=int(num_query.sum()),
-            max_query=int(num_query.max()),
+            num_tokens=self.num_decode * slots + int(prompts.sum()),
+            max_query=max(slots, int(prompts.max(initial=0))),
             max_seq_len=max_seq_len,
             table_pages=tuple(t.layout.pages_for(max_seq_len) for t in table.tables),
             features=features,
+            num_draft=self.num_draft,
+            num_next=num_next,
             row_features=row_features,
             prompt_lengths=lengths[self.num_decode :],
         )

@@ -9,9 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from modelrunner.batch import Batch, Int32Array, Patch, Plan
+from modelrunner.batch import Batch, Feature, Int32Array, Patch, Plan
+from modelrunner.media_steps import MediaSteps
 from modelrunner.model_state import Needs
 from modelrunner.page_pool import GroupLayout
+
+LINES = (torch.int32, torch.bool, torch.int32, torch.int32, torch.int32)  # rows, samples, computed, query_len, ahead of `Batch`
 
 
 @dataclass(frozen=True)
@@ -78,8 +81,7 @@ class PlanPacker:
         padding = slice(n, shape.num_rows)
         rows[:n], generations[:n], num_query[:n] = plan.rows, plan.generations, plan.num_query
         rows[padding], generations[padding], num_query[padding] = scratch_row, -1, 0
-        query_start[0] = 0
-        np.cumsum(plan.num_query, out=query_start[1 : n + 1])
+        query_start[: n + 1] = plan.query_start
         if shape.num_decode == shape.num_rows:
             query_start[n + 1 : shape.num_rows + 1] = query_start[n] + slots * np.arange(1, shape.num_rows - n + 1)
         else:
@@ -110,10 +112,12 @@ class StepBuffers:
         max_model_len: int,
         packer: PlanPacker,
         device: torch.device,
+        num_draft: int = 0,
     ) -> None:
-        """dtype: of activations. max_rows, max_tokens: of a padded step."""
+        """dtype: of activations. max_rows, max_tokens: of a padded step. num_draft: drafts of a row at most."""
         self.layouts = layouts
         self.packer = packer
+        self.media: MediaSteps | None = None
         self.staging = torch.zeros(packer.capacity, dtype=torch.int32, device=device)
 
         def rows(dtype: torch.dtype) -> torch.Tensor:
@@ -131,7 +135,10 @@ class StepBuffers:
             g.group.name: torch.zeros(max_rows * -(-max_model_len // g.tokens_per_page), dtype=torch.int32, device=device) for g in layouts
         }
         self.hidden = torch.zeros(max_tokens, needs.hidden_size, dtype=dtype, device=device)
-        self.sampled = torch.zeros(max_rows, needs.hidden_size, dtype=dtype, device=device)  # from a captured body to its tail
+        lines = max_rows * (1 + num_draft)
+        self.lines = [torch.zeros(lines, dtype=dtype, device=device) for dtype in LINES] if num_draft else []
+        self.num_drafted = rows(torch.int32)
+        self.sampled = torch.zeros(lines, needs.hidden_size, dtype=dtype, device=device)  # from a captured body to its tail
         sizes = {"tokens": max_tokens, "rows": max_rows}
         self.extra = {
             b.name: torch.zeros([sizes[s] if isinstance(s, str) else s for s in b.shape], dtype=b.dtype, device=device)
@@ -162,6 +169,10 @@ class StepBuffers:
             g.group.name: self.block_tables[g.group.name][: n * pages].view(n, pages)
             for g, pages in zip(self.layouts, plan.table_pages, strict=True)
         }
+        slots = {name: slots[:t] for name, slots in self.slots.items()}
+        for layout in self.layouts:
+            for rider in layout.riders:
+                tables[rider.group.name], slots[rider.group.name] = tables[layout.name], slots[layout.name]
         return Batch(
             num_rows=n,
             num_tokens=t,
@@ -182,9 +193,10 @@ class StepBuffers:
             positions=self.positions[:t],
             token_row=self.token_row[:t],
             token_valid=self.token_valid[:t],
-            slots={name: slots[:t] for name, slots in self.slots.items()},
+            slots=slots,
             block_tables=tables,
             columns=columns,
             buffers=self.extra,
             prompts=plan.prompts,
+            media=self.media.view(t) if self.media is not None and plan.features & Feature.MEDIA else None,
         )

@@ -1,9 +1,10 @@
 """Log-probs of a step, from the device to the host.
 
-Of each row a record of words: the rank of the sampled token, the ids of that token and of the likeliest ones, and their log-probs. Records
-leave through a ring, like those of the step. The positions of prompts that are asked for have records of the same form, made of the hidden
-states a slice at a time, so that a long prompt takes no more memory than a short one. A row that wants more than a record holds has all its
-log-probs copied to the host, a line of the vocabulary at a time; only then is memory allocated in a step.
+Of each row a record of words: the rank of the sampled token, the ids of that token and of the likeliest ones, and their log-probs; in a
+step with drafts, such a record for each place of the row's run, whether it counts or not. Records leave through a ring, like those of the
+step. The positions of prompts that are asked for have records of the same form, made of the hidden states a slice at a time, so that a
+long prompt takes no more memory than a short one. A row that wants more than a record holds has all its log-probs copied to the host, a
+line of the vocabulary at a time; only then is memory allocated in a step.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Asked:
     def of(cls, plan: Plan) -> Asked:
         if plan.row_features is None:
             return NOTHING
-        start = np.cumsum(plan.num_query) - plan.num_query
+        start = plan.query_start
         whole = np.flatnonzero(plan.row_features & Feature.ALL_LOGPROBS)
         prompts = np.flatnonzero(plan.row_features & Feature.PROMPT_LOGPROBS)
         spans = [
@@ -60,25 +61,37 @@ NOTHING = Asked()  # of a step whose rows ask for records at most
 class StepLogprobs:
     """The rings of a runner. `note`, `send` and `prompts` run on the device, `download` and `take` on the host."""
 
-    def __init__(self, device: Device, ops: Ops, columns: Mapping[str, torch.Tensor], entries: int, rows: int, tokens: int, num_top: int):
-        """rows, tokens: of a padded step. num_top: the likeliest tokens in a record."""
+    def __init__(
+        self,
+        device: Device,
+        ops: Ops,
+        columns: Mapping[str, torch.Tensor],
+        entries: int,
+        rows: int,
+        tokens: int,
+        num_top: int,
+        max_draft: int = 0,
+    ) -> None:
+        """rows, tokens: of a padded step. num_top: the likeliest tokens in a record. max_draft: drafts of a row, at most."""
         self.device, self.ops, self.columns = device, ops, columns
         self.num_top = num_top
         size = 4 * (1 + 2 * (1 + num_top))
-        self.rows, self.positions = (RecordRing(device, entries, lines, size) for lines in (rows, tokens))
+        self.rows, self.positions = (RecordRing(device, entries, lines, size) for lines in (rows * (1 + max_draft), tokens))
         self._open: list[tuple[Asked, Event | None, Event | None] | None] = [None] * entries
 
     # ---- the device ------------------------------------------------------------------------------------------------
 
-    def note(self, asked: Asked, start: int, logits: torch.Tensor, tokens: torch.Tensor, batch: Batch) -> None:
-        """D. Make records of rows. logits: [n, V], of rows `start` onwards of the step. tokens: [n] int64. batch: of these rows."""
-        self._record(self.rows, start, logits, tokens, batch.rows, "logprobs")
-        for place in asked.whole_rows:
-            if 0 <= place - start < batch.num_rows:
-                asked.row_lines[place] = self._line(logits[place - start])
+    def note(self, asked: Asked, slots: int, start: int, logits: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor) -> None:
+        """D. Make records. slots: lines of a row. logits: [m, V], of lines `start` onwards of the step. tokens: [m] int64. rows: [m] int32,
+        whose lines they are.
+        """
+        self._record(self.rows, start, logits, tokens, rows, "logprobs")
+        for place in asked.whole_rows:  # such a row has no drafts: its first line is all
+            if 0 <= place * slots - start < rows.shape[0]:
+                asked.row_lines[place] = self._line(logits[place * slots - start])
 
-    def send(self, num_rows: int, counter: torch.Tensor) -> None:
-        self.rows.send(num_rows, counter)
+    def send(self, num_lines: int, counter: torch.Tensor) -> None:
+        self.rows.send(num_lines, counter)
 
     def prompts(
         self, asked: Asked, hidden: torch.Tensor, batch: Batch, head: Callable[[torch.Tensor], torch.Tensor], counter: torch.Tensor
@@ -115,7 +128,7 @@ class StepLogprobs:
 
     def download(self, entry: int, plan: Plan, asked: Asked) -> None:
         """Fetch the records of a step that was launched and has some of the features `LOGGED`."""
-        rows = self.rows.download(entry, plan.num_rows) if plan.features & Feature.LOGPROBS else None
+        rows = self.rows.download(entry, plan.num_rows * (1 + plan.num_draft)) if plan.features & Feature.LOGPROBS else None
         positions = self.positions.download(entry, asked.num_positions) if asked.spans else None
         self._open[entry] = asked, rows, positions
 
@@ -135,7 +148,7 @@ class StepLogprobs:
         def lines(tensors: Mapping[int, torch.Tensor]) -> dict[int, Float32Array]:
             return {number: tensor.numpy() for number, tensor in tensors.items()}
 
-        records = words(self.rows, rows, plan.num_rows), words(self.positions, positions, asked.num_positions)
+        records = words(self.rows, rows, plan.num_rows * (1 + plan.num_draft)), words(self.positions, positions, asked.num_positions)
         return LogprobRecords(*records, asked.spans, lines(asked.row_lines), lines(asked.prompt_lines))
 
     def poison(self, entry: int, byte: int) -> None:

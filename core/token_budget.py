@@ -27,9 +27,9 @@ class TokenBudget:
     mixed: int | None = None
     usual: int | None = None
 
-    def tokens(self, num_decode: int, num_prompts: int, cached: int = 0) -> int:
+    def tokens(self, num_decode: int, num_prompts: int, cached: int = 0, slots: int = 1) -> int:
         """Most query tokens, those of the decoding rows included, of a step with num_decode of these, which have so many cached tokens in
-        all, and num_prompts pending prompts.
+        all and so many query slots each, and num_prompts pending prompts.
 
         Prompts get half of `mixed` in any case, so that they go on beside many rows.
         """
@@ -37,7 +37,7 @@ class TokenBudget:
             return self.most
         scale = 1.0 if self.usual is None else max(min(num_decode / USUAL_ROWS, cached / self.usual), 1.0)
         mixed = int(self.mixed * scale)
-        return min(self.most, max(mixed, num_decode + -(-self.mixed // 2)))
+        return min(self.most, max(mixed, num_decode * slots + -(-self.mixed // 2)))
 
 
 def usual_context(weight_bytes: int, layouts: Sequence[GroupLayout], page_bytes: int) -> int | None:

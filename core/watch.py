@@ -35,7 +35,7 @@ class Watch:
         self._reports: list[StepReport] = []
         self._starts: list[RequestStart] = []
         self._finishes: list[tuple[Request, float]] = []
-        self._preemptions = self._generated = 0  # as told so far
+        self._preemptions = self._generated = self._drafted = self._accepted = 0  # as told so far
 
     def _listeners(self, method: str) -> list[Listener]:
         default = getattr(Observer, method)
@@ -68,13 +68,15 @@ class Watch:
         if not self._launches:
             return
         times, counts, preemptions, held = self._launches.popleft()
-        generated = self._scheduler.stats.generated_tokens
+        stats = self._scheduler.stats
+        generated, drafted, accepted = stats.generated_tokens, stats.num_drafted, stats.num_accepted
+        drafts = drafted - self._drafted, accepted - self._accepted
         step = plan.num_rows, plan.num_tokens, plan.num_decode, generated - self._generated, len(committed.finished)
-        self._generated = generated
+        self._generated, self._drafted, self._accepted = generated, drafted, accepted
         now = time.monotonic()
         # By place, in the order of the report's fields: a step should not wait for names.
         self._reports.append(
-            StepReport(plan.step, *times, waiting, arrived, now, *step, *counts, self._scheduler.pool.capacity, preemptions, held)
+            StepReport(plan.step, *times, waiting, arrived, now, *step, *counts, self._scheduler.pool.capacity, preemptions, held, *drafts)
         )
 
     # ---- telling ---------------------------------------------------------------------------------------------------
@@ -134,4 +136,6 @@ def finish_event(request: Request, at: float) -> RequestFinish:
         num_cached_tokens=request.num_cached_tokens,
         num_preemptions=request.num_preemptions,
         grammar_way=request.grammar_way,
+        num_drafted=request.num_drafted,
+        num_accepted=request.num_accepted,
     )

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
 from threading import Lock
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ def built_ahead(device: torch.device) -> Iterator[None]:
 
     One that cannot be built is passed over: its first launch says why.
     """
-    with _patching, _launchers_apart(), _Builders(device) as builders, triton.AsyncCompileMode(builders, ignore_errors=True):
+    with _patching, _modules_apart(), _Builders(device) as builders, triton.AsyncCompileMode(builders, ignore_errors=True):
         plain, token = JITFunction.run, _seen.set(set())
 
         def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
@@ -56,20 +56,20 @@ def built_ahead(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def _launchers_apart() -> Iterator[None]:
-    """Modules by which Triton launches kernels all have one name. Python gives one that is loaded again as the last of that name, with
-    other contents, so threads that load at the same time would get each other's. Within, each load gives a module of its own.
+def _modules_apart() -> Iterator[None]:
+    """Threads that load kernels' launchers get each its own.
+
+    Triton gives all these modules one name. Python keeps one module of a name that was loaded twice from its file, and puts the contents
+    of whichever came last into it: a thread might take another's function out of it.
     """
     plain, loading = getattr(build, "_load_module_from_path", None), Lock()
     if plain is None:
         yield
         return
 
-    def load(name: str, path: str) -> ModuleType:
+    def load(name: str, path: str) -> SimpleNamespace:
         with loading:
-            module = ModuleType(name)
-            module.__dict__.update(vars(plain(name, path)))
-            return module
+            return SimpleNamespace(**vars(plain(name, path)))
 
     build._load_module_from_path = load
     try:
@@ -84,8 +84,8 @@ class _Builders(ThreadPoolExecutor):
     def __init__(self, device: torch.device) -> None:
         super().__init__(min(MAX_THREADS, len(os.sched_getaffinity(0))), "build-kernels", torch.cuda.set_device, (device,))
 
-    def submit(self, build: Callable[[], Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        return super().submit(_loaded, build)
+    def submit(self, work: Callable[[], Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        return super().submit(_loaded, work)
 
 
 def _loaded(work: Callable[[], Any]) -> Any:

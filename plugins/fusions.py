@@ -124,12 +124,13 @@ def gather_step(ops: Ops) -> Function:
         token_row_out: torch.Tensor,
         token_valid_out: torch.Tensor,
         groups: Sequence[tuple[torch.Tensor, int, torch.Tensor, torch.Tensor]],
+        num_drafts: torch.Tensor | None = None,
     ) -> None:
         columns, row_outs = (computed, known, finished, generation), (query_len_out, computed_out, seq_len_out, samples_out)
-        ops.gather_rows(rows, num_query, generations, *columns, *row_outs)
+        ops.gather_rows(rows, num_query, generations, *columns, *row_outs, num_drafts)
         num_accepted_out.copy_(num_accepted.index_select(0, rows))
         token_outs = (input_ids_out, positions_out, token_row_out, token_valid_out)
-        ops.gather_tokens(rows, query_start, query_len_out, computed_out, token_ids, *token_outs, sample_index_out)
+        ops.gather_tokens(rows, query_start, query_len_out, computed_out, known, token_ids, *token_outs, sample_index_out)
         for pages, tokens_per_page, block_table, slots in groups:
             ops.gather_block_table(pages, rows, block_table)
             ops.slot_mapping(block_table, token_row_out, positions_out, token_valid_out, tokens_per_page, slots)
@@ -140,7 +141,8 @@ def gather_step(ops: Ops) -> Function:
 def finish_step(ops: Ops) -> Function:
     """`finish_step(ring, counter, generations, rows, ...) -> finish`: `update_state`, whose arguments follow, then `write_record`.
 
-    num_tokens may be None: all of a row's tokens, for a sampler without drafts, which then need not say so.
+    num_tokens may be None: all of a row's tokens, for a sampler without drafts, which then need not say so. num_drafted, by name alone: as
+    for `write_record`.
     """
 
     def chain(
@@ -154,11 +156,12 @@ def finish_step(ops: Ops) -> Function:
         num_tokens: torch.Tensor | None,
         ok: torch.Tensor,
         *columns: torch.Tensor | None,
+        num_drafted: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if num_tokens is None:
             num_tokens = rows.new_full((tokens.shape[0],), tokens.shape[1])
         finish: torch.Tensor = ops.update_state(rows, query_len, samples, tokens, num_tokens, ok, *columns)
-        ops.write_record(ring, counter, rows, generations, num_tokens, finish, tokens)
+        ops.write_record(ring, counter, rows, generations, num_tokens, finish, tokens, num_drafted)
         return finish
 
     return chain

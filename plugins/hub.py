@@ -20,6 +20,7 @@ MODELRUNNER_API = ">=1,<2"
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 PATH_STARTS = ("./", "../", "/", "~")  # these never mean the hub
 WANTED_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+OLDER_FILES = ["pytorch_model*.bin", "*.pt"]  # weights of models without safetensors
 UNWANTED_FILES = ["consolidated*", "original/*"]  # the same weights in other layouts
 
 # By model type, what a file must say so that nobody asks transformers for defaults.
@@ -62,6 +63,8 @@ def download(name: str, revision: str | None) -> Path:
 
     try:
         folder = huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=WANTED_FILES, ignore_patterns=UNWANTED_FILES)
+        if not any(Path(folder).glob("*.safetensors")):
+            huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=OLDER_FILES, ignore_patterns=UNWANTED_FILES)
     except Exception as error:  # the client's errors differ between its versions, and all mean: no model
         at = f" at revision {revision}" if revision else ""
         cause = (str(error).strip() or "no message").splitlines()[0].rstrip(".")
@@ -89,10 +92,17 @@ def model_config(card: ModelCard) -> Offer[Mapping[str, Any]] | Decline:
 def with_defaults(card: ModelCard) -> dict[str, Any]:
     """The card's configuration, with defaults for absent fields where transformers knows the model type.
 
-    Fields of the file always win, under their own names; the older spellings of rope and dtype come out in the newer one too. A file that
-    says all that matters is taken as it is: importing transformers takes seconds.
+    Fields of the file always win, under their own names; the older spellings of rope and dtype come out in the newer one too. The same
+    within its parts, such as `text_config`. A file that says all that matters is taken as it is: importing transformers takes seconds.
     """
-    return dict(card.config) if says_all(card.config) else {**transformers_defaults(card.config), **card.config}
+    return dict(card.config) if says_all(card.config) else completed(card.config, transformers_defaults(card.config))
+
+
+def completed(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """`given` with what it lacks from `defaults`, also within the configurations of a model's parts."""
+    parts = {name for name, value in given.items() if name.endswith("_config") and isinstance(value, Mapping)}
+    inner = {name: completed(given[name], defaults[name]) for name in parts if isinstance(defaults.get(name), Mapping)}
+    return {**defaults, **given, **inner}
 
 
 def says_all(config: Mapping[str, Any]) -> bool:

@@ -16,7 +16,22 @@ MODELRUNNER_API = ">=1,<2"
 
 @hookimpl
 def kernels(register: Register, device: Device) -> None:
-    from modelrunner.kernels import activation, attention, automata, batch, embedding, linear, logits, logprobs, norm, rope, sampling, table
+    from modelrunner.kernels import (
+        activation,
+        attention,
+        automata,
+        batch,
+        embedding,
+        linear,
+        logits,
+        logprobs,
+        norm,
+        rope,
+        sampling,
+        speculation,
+        table,
+        verification,
+    )
     from modelrunner.ops import CLOSE
     from modelrunner.plugins import fusions
 
@@ -24,6 +39,10 @@ def kernels(register: Register, device: Device) -> None:
         "table": [table.apply_patch, table.update_state, table.write_record],
         "batch": [batch.gather_rows, batch.gather_tokens, batch.gather_block_table, batch.slot_mapping],
         "logits": [logits.count_tokens, logits.mask_logits],
+        "speculation": [
+            *(speculation.spread_rows, speculation.store_drafts, speculation.draft_inputs, speculation.draft_pass),
+            speculation.ngram_draft,
+        ],
         "automata": [automata.mask_states, automata.walk_tokens],
         "attention": [attention.write_cache, attention.indexed_write, attention.attention_index, attention.gather_pages],
     }
@@ -32,7 +51,9 @@ def kernels(register: Register, device: Device) -> None:
             register.op(function.__name__, function, area=area)
     register.op("paged_attention", attention.paged_attention, area="attention", tolerance=CLOSE)
     register.op("indexed_attention", attention.indexed_attention, area="attention", tolerance=CLOSE)
-    register.op("embedding", embedding.embedding, area="embedding")
+    register.op("segment_attention", attention.segment_attention, area="attention", tolerance=CLOSE)
+    for function in (embedding.embedding, embedding.place_media, embedding.add_media, embedding.media_positions):
+        register.op(function.__name__, function, area="embedding")
     register.op("rms_norm", norm.rms_norm, area="norm", tolerance=CLOSE)
     register.op("apply_rope", rope.apply_rope, area="rope", tolerance=CLOSE)
     register.op("silu_mul", activation.silu_mul, area="activation", tolerance=CLOSE)
@@ -44,6 +65,7 @@ def kernels(register: Register, device: Device) -> None:
     register.op("processed_logits", logprobs.processed_logits, area="logprobs", tolerance=CLOSE)
     register.op("greedy", sampling.greedy, area="sampling")
     register.op("sample", sampling.sample, area="sampling")
+    register.op("verify_drafts", verification.verify_drafts, area="verification")
     register.op("gumbel_noise", sampling.gumbel_noise, area="sampling", tolerance=CLOSE)
     register.fusion("add_rms_norm", ("rms_norm",), fusions.add_rms_norm)
     register.fusion("norm_matmul", ("rms_norm", "matmul"), fusions.norm_matmul)

@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 
 MODELRUNNER_API = ">=1,<2"
 # The folders of `kernels/` with a gpu.py.
-AREAS = ("table", "batch", "embedding", "norm", "activation", "linear", "rope", "attention", "logits", "logprobs", "sampling", "automata")
+AREAS = (
+    *("table", "batch", "embedding", "norm", "activation", "linear", "rope", "attention", "logits", "logprobs", "sampling"),
+    *("automata", "speculation", "verification"),
+)
 
 
 @hookimpl

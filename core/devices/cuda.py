@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from modelrunner.device import Device, Event, PinnedBuffer
+from modelrunner.device import Device, Event, PinnedBuffer, SideEvent
 from modelrunner.devices.cpu import copy_bytes
+from modelrunner.devices.cuda_side import SideStream
 
 if TYPE_CHECKING:
     from modelrunner.settings import RunnerSettings
+
+HIGH_PRIORITY = -1  # of the steps' stream, before work of side streams
 
 
 class CopyEvents:
@@ -41,12 +44,13 @@ class CudaDevice(Device):
         # Products of float32 matrices are IEEE: a setting of the process, since torch has none per call.
         torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cudnn.allow_tf32 = False
-        self.compute = torch.cuda.Stream(self.torch_device)
+        self.compute = torch.cuda.Stream(self.torch_device, priority=HIGH_PRIORITY)
         self.side = torch.cuda.Stream(self.torch_device)
         # What start-up wrote on the default stream must be there before the first step.
         self._started = False
         self._events: dict[PinnedBuffer, CopyEvents] = {}
         self._pool = torch.cuda.graph_pool_handle()
+        self._side_work: SideStream | None = None
 
     def pinned(self, num_bytes: int) -> PinnedBuffer:
         return PinnedBuffer(num_bytes, pinned=True)
@@ -93,7 +97,18 @@ class CudaDevice(Device):
         events.end.record(self.side)
         return events
 
+    def launch_side(self, work: Callable[[], None]) -> SideEvent:
+        if self._side_work is None:
+            self._side_work = SideStream(self.torch_device)
+        return self._side_work.start(work)
+
+    def upload(self, tensor: torch.Tensor) -> torch.Tensor:
+        assert self._side_work is not None, "only inside of side work"
+        return self._side_work.upload(tensor)
+
     def synchronize(self) -> None:
+        if self._side_work is not None:
+            self._side_work.join()
         torch.cuda.synchronize(self.torch_device)
 
     def peak(self, work: Callable[[], None]) -> int:

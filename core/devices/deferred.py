@@ -1,4 +1,4 @@
-"""The deferred CPU: two streams whose work runs later, in order, at seeded random moments.
+"""The deferred CPU: three streams whose work runs later, in order, at seeded random moments.
 
 It is a CPU that behaves as badly as a GPU may: launched work has not happened yet, side-stream copies lag behind, and host memory that was
 given back is overwritten. A host write to a buffer in use, or a read of a result not yet there, becomes a wrong number
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from modelrunner.device import Event, PinnedBuffer
+from modelrunner.device import Event, PinnedBuffer, SideEvent
 from modelrunner.devices.cpu import CpuDevice, copy_bytes
 from modelrunner.devices.settings import DeferredCpuSettings
 
@@ -33,6 +33,33 @@ class _Copy:
     source: Callable[[], torch.Tensor]
     target: PinnedBuffer
     done: bool = field(default=False)
+
+
+class _SideEvent:
+    """Work on the side stream; `error` is what it raised."""
+
+    def __init__(self, device: DeferredCpuDevice, work: Callable[[], None]) -> None:
+        self._device, self.work = device, work
+        self.ran = False
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        self.ran = True
+        try:
+            self.work()
+        except Exception as error:
+            self.error = error
+
+    def done(self) -> bool:
+        self._device.advance()
+        if self.error is not None:
+            raise self.error
+        return self.ran
+
+    def wait(self, seconds: float | None = None) -> None:
+        while not self.ran:
+            self._device.run_side()
+        self.done()
 
 
 class _CopyEvent:
@@ -59,6 +86,7 @@ class DeferredCpuDevice(CpuDevice):
         self.captures = section.captures
         self._work: deque[Callable[[], None]] = deque()
         self._copies: deque[_Copy] = deque()
+        self._side: deque[_SideEvent] = deque()
         self._launched = 0
         self._ran = 0
         self._error: BaseException | None = None
@@ -78,12 +106,23 @@ class DeferredCpuDevice(CpuDevice):
         self.advance()
         return _CopyEvent(self, copy)
 
+    def launch_side(self, work: Callable[[], None]) -> SideEvent:
+        event = _SideEvent(self, work)
+        self._side.append(event)
+        self.advance()
+        return event
+
+    def upload(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone()
+
     def release(self, buffer: PinnedBuffer) -> None:
         if self.poison:
             buffer.tensor.fill_(POISON_BYTE)
 
     def advance(self) -> None:
         """Let a random amount of work happen."""
+        if self._side and self.random.random() < self.run_probability:
+            self.run_side()
         while self.random.random() < self.run_probability:
             may_copy = bool(self._copies) and self._copies[0].after <= self._ran
             if may_copy and self.random.random() < 0.5:
@@ -103,7 +142,13 @@ class DeferredCpuDevice(CpuDevice):
         if self._error is not None:
             raise self._error
 
+    def run_side(self) -> None:
+        """Run the oldest side work."""
+        self._side.popleft().run()
+
     def synchronize(self) -> None:
+        while self._side:
+            self.run_side()
         while self._work:
             self._run_work()
         while self._copies:

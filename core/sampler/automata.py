@@ -25,7 +25,7 @@ class Automata(EditStage):
     """A row's state is the device's own: each sampled token moves it, so steps may follow each other without a word from the host. Which
     rows have one is settled when their grammar is compiled (see `guides`), not by their parameters."""
 
-    feature = Feature.AUTOMATON
+    feature = undrafted = Feature.AUTOMATON
     argument = "automata"
 
     def __init__(self, arena: AutomatonArena) -> None:

@@ -24,12 +24,14 @@ class Stage:
     feature: the bit (or bits) by which rows ask for the stage; GREEDY (no bit) for a stage that always acts. uncaptured: those of its bits
     that no captured step may have.
     A stage that edits logits overrides `edit`; it runs after the built-in edits (see `edits`) and before the draw, in the order of the
-    sampler's stages.
+    sampler's stages. Of a step with drafts it is called once for each place in a row's run, with the column `known` counting the drafts
+    before that place, which lie behind the row's tokens: so what it does must follow from the known tokens, or its bits be undrafted.
     """
 
     inputs: tuple[str, ...] = ()
     feature: Feature = Feature.GREEDY
     uncaptured: Feature = Feature.GREEDY
+    undrafted: Feature = Feature.GREEDY
 
     @property
     def acts(self) -> bool:

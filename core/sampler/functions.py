@@ -25,12 +25,14 @@ class Functions(Stage):
     """`f(prompt_ids, output_ids, logits) -> logits` for each row that has such functions, one after the other.
 
     The functions want the tokens themselves, so the host waits, in the middle of enqueuing the step, for the device to have come there:
-    the history is the device's own, whatever is in flight. Only steps with such a row wait, and they are not captured. A request is found
-    by a number in the column `functions`, which names it for as long as somebody holds it. What a function raises ends its own request.
+    the history is the device's own, whatever is in flight. Only steps with such a row wait, and they are not captured; the row has no
+    drafts. A request is found by a number in the column `functions`, which names it for as long as somebody holds it. What a function
+    raises ends its own request.
     """
 
     feature = Feature(PROCESSOR_BIT)
     uncaptured = feature
+    undrafted = feature
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)

@@ -23,10 +23,13 @@ NOTHING = -1  # in a column
 
 class Logprobs(Stage):
     """How many log-probs a row wants. The step's tail puts those of the likeliest tokens into a record a row (see `step_logprobs`); a row
-    that wants more than a record holds gets the log-probs of its whole vocabulary, in a step that is not captured.
+    that wants more than a record holds gets the log-probs of its whole vocabulary, in a step that is not captured, and no
+    drafts.
 
     recorded: the likeliest tokens in a record. processed: whether they tell what the token was drawn from, and not what the model gave.
     """
+
+    undrafted = Feature.ALL_LOGPROBS
 
     def __init__(self) -> None:
         self.recorded = USUAL

@@ -77,6 +77,7 @@ class Processors(Stage):
         self.bits = {name: Feature(PROCESSOR_BIT << i) for i, name in enumerate(self.processors, start=1)}
         self.feature = Feature(sum(self.bits.values()))
         self.uncaptured = Feature(sum(bit for name, bit in self.bits.items() if not self.processors[name].captured))
+        self.undrafted = Feature(sum(bit for name, bit in self.bits.items() if not self.processors[name].drafts))
 
     @property
     def acts(self) -> bool:

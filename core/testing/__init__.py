@@ -8,6 +8,7 @@ from modelrunner.testing.drive import Driver
 from modelrunner.testing.probe import Counters, EngineProbe
 from modelrunner.testing.prompts import P, R
 from modelrunner.testing.reference import assert_same, assert_tokens, margins, ref
+from modelrunner.testing.script_drafter import ScriptDrafterPlugin
 from modelrunner.testing.scripted import ScriptedPlugin, by_last, by_position, constant, mixed, say
 from modelrunner.testing.subjects import Subject, dense, options, scripted
 from modelrunner.testing.tiny import ByteTokenizerPlugin, tiny_dense
@@ -23,6 +24,7 @@ __all__ = [
     "EngineProbe",
     "P",
     "R",
+    "ScriptDrafterPlugin",
     "ScriptedPlugin",
     "Subject",
     "assert_same",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from modelrunner.request import CompletionOutput, RequestOutput, SamplingParams
@@ -24,9 +24,9 @@ class Driver:
         self.outputs: dict[str, list[RequestOutput]] = {}
         self.steps = 0
 
-    def add(self, request_id: str, prompt: Sequence[int] | str, params: SamplingParams, **options: Any) -> None:
-        """Submit a request; `prompt` is text or token ids, `options` are those of `Engine.add_request`."""
-        full = prompt if isinstance(prompt, str) else {"prompt_token_ids": list(prompt)}
+    def add(self, request_id: str, prompt: Sequence[int] | str | Mapping[str, Any], params: SamplingParams, **options: Any) -> None:
+        """Submit a request; `prompt` is text, token ids or a mapping, `options` are those of `Engine.add_request`."""
+        full = prompt if isinstance(prompt, str | Mapping) else {"prompt_token_ids": list(prompt)}
         self.engine.add_request(request_id, full, params, **options)
         self.outputs[request_id] = []
 

@@ -22,7 +22,8 @@ TOKEN = 7
 
 
 class NullDevice(CpuDevice):
-    """A CPU until `hidden` is set; from then on it drops work, and answers that every row of `plan` sampled TOKEN.
+    """A CPU until `hidden` is set; from then on it drops work, and answers that every row of `plan` sampled TOKEN, or, where it may have
+    drafts, so many times that about half of them were kept.
 
     nanoseconds: that this answering took, which are not the host's.
     """
@@ -50,8 +51,12 @@ class NullDevice(CpuDevice):
         assert plan is not None, "whoever hides the device names the plan before each launch"
         words = record_words(plan.num_draft)
         records = target.array[: 4 * words * plan.num_rows].view(np.int32).reshape(plan.num_rows, words)
-        records[:] = (0, 0, 1, 0, -1, *[TOKEN] * (words - Record.TOKENS))
+        records[:] = (0, 0, 1, 0, 0, *[TOKEN] * (words - Record.TOKENS))
         records[:, Record.ROW], records[:, Record.GENERATION] = plan.rows, plan.generations
+        if plan.num_draft:
+            turn = (plan.rows + plan.step) % (1 + plan.num_draft)
+            records[:, Record.NUM_TOKENS] = np.minimum(1 + turn, plan.num_query)
+            records[:, Record.DRAFTED] = plan.num_query - 1
         self.nanoseconds += thread_time_ns() - start
         return Done()
 

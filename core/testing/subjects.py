@@ -35,11 +35,17 @@ def options(
     run_probability: float | None = None,
     captures: bool = False,
     cache_dtype: str = "auto",
+    drafter: str | None = None,
+    drafts: int = 3,
+    off_above_rows: int | None = None,
+    spare_tokens: int | None = None,
 ) -> dict[str, Any]:
     """Settings in short words. depth: steps in flight. rows: requests that run at once. pages: in the pool. page_size: tokens a page.
     tokens: most query tokens a step. mixed_tokens: of one in which prompts come beside many decoding rows. device: `cpu`, or `deferred_cpu`
-    with the seed of its random moments, its chance to run early, and whether steps run as graphs. cache_dtype: of keys and values. On
-    `cuda` steps with prompts are captured up to 256 tokens, as a graph of a recurrence in plain torch has some kernels a token."""
+    with the seed of its random moments, its chance to run early, and whether steps run as graphs. cache_dtype: of keys and values.
+    drafter: by name, which proposes so many drafts, but none beside more than off_above_rows decoding rows. spare_tokens: how many is
+    chosen from step to step. On `cuda` steps with prompts are captured up to 256 tokens, as a graph of a recurrence in plain torch has some
+    kernels a token."""
     values: dict[str, Any] = {
         "scheduler": {
             "pipeline_depth": depth,
@@ -57,6 +63,10 @@ def options(
     if device == "deferred_cpu":
         section = {"seed": device_seed, "captures": captures} | ({} if run_probability is None else {"run_probability": run_probability})
         values["plugin"] = {"deferred_cpu": section}
+    if drafter is not None:
+        values["speculation"] = {"drafter": drafter, "num_tokens": drafts, "off_above_rows": off_above_rows}
+        if spare_tokens is not None:
+            values["speculation"] |= {"adaptive": True, "spare_tokens": spare_tokens}
     return values
 
 

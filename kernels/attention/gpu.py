@@ -17,6 +17,7 @@ from modelrunner.kernels.attention.prefill import prefill_attention, prefill_row
 from modelrunner.kernels.attention.prefill_list import PrefillConfig, choose_prefill, gathered_config, prefill_tiles, sort_tiles
 from modelrunner.kernels.attention.rope_write import norm_rotate_write, qkv_rope_write
 from modelrunner.kernels.attention.scaled import FLOAT8_SINCE
+from modelrunner.kernels.attention.segments import packed_segment_attention
 from modelrunner.kernels.attention.stream import decode_stream, stream_rows
 from modelrunner.kernels.attention.work_list import (
     AttentionWork,
@@ -128,6 +129,7 @@ OVERRIDES: dict[str, Callable[..., Any]] = {
     "indexed_write": indexed_write,
     "indexed_attention": indexed_attention,
     "paged_attention": paged_attention,
+    "segment_attention": packed_segment_attention,
     "write_cache": write_cache,
     "gather_pages": gather_pages,
     "qkv_rope_write": qkv_rope_write,

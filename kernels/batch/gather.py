@@ -18,8 +18,8 @@ _ANY_SIZE = ["N", "T", "P", "halvings", "token_programs"]
 
 
 @triton.jit
-def planned_row(i, mask, rows_ptr, num_query_ptr, generations_ptr, computed_ptr, known_ptr, finished_ptr, generation_ptr):
-    """`gather_rows` of planned rows i: their table rows, query tokens, tokens computed and known."""
+def planned_row(i, mask, rows_ptr, num_query_ptr, generations_ptr, computed_ptr, known_ptr, finished_ptr, generation_ptr, drafts_ptr):
+    """`gather_rows` of planned rows i: their table rows, query tokens, tokens computed and known. drafts_ptr None: there are none."""
     row = tl.load(rows_ptr + i, mask=mask, other=0).to(tl.int64)
     num_query = tl.load(num_query_ptr + i, mask=mask, other=0)
     tenancy = tl.load(generations_ptr + i, mask=mask, other=0)
@@ -28,7 +28,10 @@ def planned_row(i, mask, rows_ptr, num_query_ptr, generations_ptr, computed_ptr,
     finished = tl.load(finished_ptr + row, mask=mask, other=0)
     generation = tl.load(generation_ptr + row, mask=mask, other=0)
     alive = (num_query > 0) & (finished == 0) & (generation == tenancy)
-    query_len = tl.maximum(tl.where(alive, tl.minimum(num_query, known - computed), 0), 0)
+    most = known - computed
+    if drafts_ptr is not None:
+        most += tl.load(drafts_ptr + row, mask=mask, other=0)
+    query_len = tl.maximum(tl.where(alive, tl.minimum(num_query, most), 0), 0)
     return row, query_len, computed, known
 
 
@@ -39,7 +42,7 @@ def store_row(i, mask, query_len, computed, known, query_len_out, computed_out, 
     tl.store(query_len_out + i, query_len, mask=mask)
     tl.store(computed_out + i, tl.where(query_len > 0, computed, 0), mask=mask)
     tl.store(seq_len_out + i, seq_len, mask=mask)
-    tl.store(samples_out + i, (query_len > 0) & (seq_len == known), mask=mask)
+    tl.store(samples_out + i, (query_len > 0) & (seq_len >= known), mask=mask)
     return seq_len
 
 
@@ -83,7 +86,7 @@ def slot_of(page, position, valid, tokens_per_page):
 @triton.jit(do_not_specialize=_ANY_SIZE)
 def rows_kernel(
     rows_ptr, num_query_ptr, generations_ptr, computed_ptr, known_ptr, finished_ptr, generation_ptr,
-    query_len_out, computed_out, seq_len_out, samples_out, N, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    query_len_out, computed_out, seq_len_out, samples_out, drafts_ptr, N, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -91,18 +94,18 @@ def rows_kernel(
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = i < N
     _, query_len, computed, known = planned_row(
-        i, mask, rows_ptr, num_query_ptr, generations_ptr, computed_ptr, known_ptr, finished_ptr, generation_ptr
+        i, mask, rows_ptr, num_query_ptr, generations_ptr, computed_ptr, known_ptr, finished_ptr, generation_ptr, drafts_ptr
     )
     store_row(i, mask, query_len, computed, known, query_len_out, computed_out, seq_len_out, samples_out)
 
 
 @triton.jit(do_not_specialize=_ANY_SIZE)
 def tokens_kernel(
-    rows_ptr, query_start_ptr, query_len_ptr, computed_ptr, token_ids_ptr,
+    rows_ptr, query_start_ptr, query_len_ptr, computed_ptr, known_ptr, token_ids_ptr,
     input_ids_out, positions_out, token_row_out, token_valid_out, sample_index_out,
     N, T, L, halvings, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program lays out BLOCK tokens and finds the last tokens of BLOCK rows."""
+    """A program lays out BLOCK tokens and finds the last known tokens of BLOCK rows."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -117,6 +120,9 @@ def tokens_kernel(
     in_step = token < N
     start = tl.load(query_start_ptr + token, mask=in_step, other=0)
     length = tl.load(query_len_ptr + token, mask=in_step, other=0)
+    planned = tl.load(rows_ptr + token, mask=in_step, other=0).to(tl.int64)
+    pending = tl.load(known_ptr + planned, mask=in_step, other=0) - tl.load(computed_ptr + token, mask=in_step, other=0)
+    length = tl.minimum(length, pending)
     last = tl.minimum(start + tl.maximum(length - 1, 0), T - 1)
     tl.store(sample_index_out + token, last.to(tl.int64), mask=in_step)
 
@@ -153,7 +159,7 @@ def step_kernel(
     rows_ptr, num_query_ptr, generations_ptr, query_start_ptr,
     computed_ptr, known_ptr, finished_ptr, generation_ptr, num_accepted_ptr, token_ids_ptr, table_ptr,
     query_len_out, computed_out, seq_len_out, samples_out, num_accepted_out, sample_index_out,
-    input_ids_out, positions_out, token_row_out, token_valid_out, block_table_out, slots_out,
+    input_ids_out, positions_out, token_row_out, token_valid_out, block_table_out, slots_out, drafts_ptr,
     N, T, P, L, table_stride, tokens_per_page, halvings, token_programs,
     BLOCK: tl.constexpr, PAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -169,7 +175,7 @@ def step_kernel(
         mask = token < T
         i = row_of_token(token, mask, query_start_ptr, N, halvings)
         row, query_len, computed, _known = planned_row(
-            i, mask, rows_ptr, num_query_ptr, generations_ptr, computed_ptr, known_ptr, finished_ptr, generation_ptr
+            i, mask, rows_ptr, num_query_ptr, generations_ptr, computed_ptr, known_ptr, finished_ptr, generation_ptr, drafts_ptr
         )
         offset = token - tl.load(query_start_ptr + i, mask=mask, other=0)
         valid = offset < query_len
@@ -181,11 +187,12 @@ def step_kernel(
     else:
         planned = tl.program_id(0) - token_programs
         own_row, own_len, own_computed, own_known = planned_row(
-            planned, planned < N, rows_ptr, num_query_ptr, generations_ptr, computed_ptr, known_ptr, finished_ptr, generation_ptr
-        )
+            planned, planned < N,
+            rows_ptr, num_query_ptr, generations_ptr, computed_ptr, known_ptr, finished_ptr, generation_ptr, drafts_ptr,
+        )  # fmt: skip
         seq_len = store_row(planned, planned < N, own_len, own_computed, own_known, query_len_out, computed_out, seq_len_out, samples_out)
         tl.store(num_accepted_out + planned, tl.load(num_accepted_ptr + own_row))
-        last = tl.load(query_start_ptr + planned) + tl.maximum(own_len - 1, 0)
+        last = tl.load(query_start_ptr + planned) + tl.maximum(tl.minimum(own_len, own_known - own_computed) - 1, 0)
         tl.store(sample_index_out + planned, tl.minimum(last, T - 1).to(tl.int64))
         if table_ptr is not None:
             pages = table_ptr + own_row * table_stride

@@ -27,11 +27,12 @@ def gather_rows(
     computed_out: torch.Tensor,
     seq_len_out: torch.Tensor,
     samples_out: torch.Tensor,
+    num_drafts: torch.Tensor | None = None,
 ) -> None:
     n = rows.shape[0]
     rows_kernel[(triton.cdiv(n, BLOCK),)](
         rows, num_query, generations, computed, known, finished, generation, query_len_out, computed_out, seq_len_out, samples_out,
-        n, BLOCK, **pdl(rows),
+        num_drafts, n, BLOCK, **pdl(rows),
     )  # fmt: skip
 
 
@@ -40,6 +41,7 @@ def gather_tokens(
     query_start: torch.Tensor,
     query_len: torch.Tensor,
     computed: torch.Tensor,
+    known: torch.Tensor,
     token_ids: torch.Tensor,
     input_ids_out: torch.Tensor,
     positions_out: torch.Tensor,
@@ -49,7 +51,8 @@ def gather_tokens(
 ) -> None:
     n, t = rows.shape[0], input_ids_out.shape[0]
     tokens_kernel[(triton.cdiv(max(n, t), BLOCK),)](
-        rows, query_start, query_len, computed, token_ids, input_ids_out, positions_out, token_row_out, token_valid_out, sample_index_out,
+        rows, query_start, query_len, computed, known, token_ids,
+        input_ids_out, positions_out, token_row_out, token_valid_out, sample_index_out,
         n, t, token_ids.stride(0), (n - 1).bit_length(), BLOCK, **pdl(rows),
     )  # fmt: skip
 
@@ -95,6 +98,7 @@ def gather_step(
     token_row_out: torch.Tensor,
     token_valid_out: torch.Tensor,
     groups: Sequence[tuple[torch.Tensor, int, torch.Tensor, torch.Tensor]],
+    num_drafts: torch.Tensor | None = None,
 ) -> None:
     """`gather_rows`, `gather_tokens` and, for each cache group, `gather_block_table` and `slot_mapping`: a launch for each group.
 
@@ -110,7 +114,7 @@ def gather_step(
             rows, num_query, generations, query_start,
             computed, known, finished, generation, num_accepted, token_ids, table,
             query_len_out, computed_out, seq_len_out, samples_out, num_accepted_out, sample_index_out,
-            input_ids_out, positions_out, token_row_out, token_valid_out, block_table, slots,
+            input_ids_out, positions_out, token_row_out, token_valid_out, block_table, slots, num_drafts,
             n, t, pages, token_ids.stride(0), stride, tokens_per_page, (n - 1).bit_length(), programs,
             BLOCK, PAGES, **pdl(rows),
         )  # fmt: skip

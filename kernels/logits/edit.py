@@ -7,10 +7,13 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from modelrunner.kernels.logits import reference
 from modelrunner.kernels.pdl import pdl
 
 BLOCK = 2048  # tokens a program
+SPAN = 4  # blocks of a program that lays masks on
 ENTRIES = 64  # entries of a list at a time
+OUTPUT_UNIT = tl.constexpr(reference.OUTPUT_UNIT)
 
 Seated = tuple[torch.Tensor, torch.Tensor]
 
@@ -23,9 +26,15 @@ def _allowed(x, ids, mask, seat, masks_ptr, words):
 
 
 @triton.jit
-def _penalised(x, ids, mask, row, seat, counts_ptr, vocab, repetition_ptr, presence_ptr, frequency_ptr):
-    """x after repetition, presence and frequency penalties."""
+def _penalised(
+    x, ids, mask, row, seat, counts_ptr, vocab, repetition_ptr, presence_ptr, frequency_ptr,
+    known, token_ids, longest, drafts,
+):  # fmt: skip
+    """x after repetition, presence and frequency penalties; `drafts` tokens behind the known ones count as the output's."""
     word = tl.load(counts_ptr + seat.to(tl.int64) * vocab + ids, mask=mask, other=0)
+    first = tl.load(known + row)
+    for place in range(first, tl.minimum(first + drafts, longest)):
+        word += tl.where(ids == tl.load(token_ids + row * longest + place), OUTPUT_UNIT, 0)
     factor = tl.load(repetition_ptr + row)
     times = (word >> 1).to(tl.float32)
     x = tl.where(word != 0, tl.where(x > 0, x / factor, x * factor), x)
@@ -34,13 +43,13 @@ def _penalised(x, ids, mask, row, seat, counts_ptr, vocab, repetition_ptr, prese
 
 @triton.jit
 def _edit_all(
-    logits, out, stride, vocab, rows,
+    logits, out, stride, vocab, rows, known, token_ids, longest, ahead,
     allow_seats, masks, words,
     states, state_masks,
     count_seats, counts, repetition, presence, frequency,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (n, b): masks and penalties of tokens b * BLOCK onwards of row n."""
+    """Program (n, b): masks and penalties of tokens b * BLOCK onwards of line n."""
     if PDL:
         gdc_launch_dependents()
     n = tl.program_id(0).to(tl.int64)
@@ -49,6 +58,7 @@ def _edit_all(
     if PDL:
         gdc_wait()
     row = tl.load(rows + n).to(tl.int64)
+    drafts = 0 if ahead is None else tl.load(ahead + n)
     x = tl.load(logits + n * stride + ids, mask=mask, other=0.0).to(tl.float32)
     if allow_seats is not None:
         seat = tl.load(allow_seats + row)
@@ -61,40 +71,48 @@ def _edit_all(
     if count_seats is not None:
         seat = tl.load(count_seats + row)
         if seat >= 0:
-            x = _penalised(x, ids, mask, row, seat, counts, vocab, repetition, presence, frequency)
+            factors = (repetition, presence, frequency)
+            x = _penalised(x, ids, mask, row, seat, counts, vocab, *factors, known, token_ids, longest, drafts)
     tl.store(out + n * vocab + ids, x, mask=mask)
 
 
 @triton.jit
+def _bits(ids, vocab, seat, masks_ptr, words):
+    """1 where the mask in a seat has the ids, 0 where not; 1 everywhere without a seat."""
+    word = tl.load(masks_ptr + seat.to(tl.int64) * words + ids // 32, mask=ids < tl.where(seat >= 0, vocab, 0), other=-1)
+    return (word >> (ids % 32)) & 1
+
+
+@triton.jit
 def _mask_all(
-    logits, stride, vocab, rows, allow_seats, masks, words, states, state_masks, BLOCK: tl.constexpr, PDL: tl.constexpr
+    logits, stride, vocab, rows, allow_seats, masks, words, states, state_masks, BLOCK: tl.constexpr, SPAN: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """Program (n, b): -inf for those of tokens b * BLOCK onwards of row n that a mask of the row leaves out. Where it leaves out all of
-    them they are not read, where it leaves out none they are not written."""
+    """Program (n, b): -inf for those of SPAN blocks of tokens of row n that a mask of the row leaves out. Where it leaves out all of a
+    block they are not read, where it leaves out none they are not written."""
     if PDL:
         gdc_launch_dependents()
-    n = tl.program_id(0).to(tl.int64)
-    ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = ids < vocab
-    kept = tl.full([BLOCK], 1, tl.int32)
-    if PDL:
         gdc_wait()
+    n = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + n).to(tl.int64)
+    seat, state = tl.full([], -1, tl.int32), tl.full([], -1, tl.int32)
     if allow_seats is not None:
         seat = tl.load(allow_seats + row)
-        if seat >= 0:
-            word = tl.load(masks + seat.to(tl.int64) * words + ids // 32, mask=inside, other=0)
-            kept &= word >> (ids % 32)
     if states is not None:
         state = tl.load(states + row)
-        if state >= 0:
-            word = tl.load(state_masks + state.to(tl.int64) * words + ids // 32, mask=inside, other=0)
-            kept &= word >> (ids % 32)
-    if tl.min(tl.where(inside, kept, 1), 0) == 0:
-        x = tl.full([BLOCK], -float("inf"), tl.float32)
-        if tl.max(tl.where(inside, kept, 0), 0) != 0:
-            x = tl.where(kept != 0, tl.load(logits + n * stride + ids, mask=inside, other=0.0).to(tl.float32), x)
-        tl.store(logits + n * stride + ids, x, mask=inside)
+    if (seat >= 0) | (state >= 0):
+        for block in range(SPAN):
+            ids = (tl.program_id(1) * SPAN + block) * BLOCK + tl.arange(0, BLOCK)
+            inside = ids < vocab
+            kept = tl.full([BLOCK], 1, tl.int32)
+            if allow_seats is not None:
+                kept &= _bits(ids, vocab, seat, masks, words)
+            if states is not None:
+                kept &= _bits(ids, vocab, state, state_masks, words)
+            if tl.min(kept, 0) == 0:
+                x = tl.full([BLOCK], -float("inf"), tl.float32)
+                if tl.max(tl.where(inside, kept, 0), 0) != 0:
+                    x = tl.where(kept != 0, tl.load(logits + n * stride + ids, mask=inside, other=0.0).to(tl.float32), x)
+                tl.store(logits + n * stride + ids, x, mask=inside)
 
 
 @triton.jit
@@ -104,14 +122,14 @@ def _completes(words, entry, some, last, row, total, first, token_ids, longest, 
     for back in tl.static_range(1, TOKENS):  # the id that stands `back` places before the last one
         wanted = tl.load(words + entry * TOKENS + (TOKENS - 1 - back), mask=some, other=-1)
         place = total - back
-        have = tl.load(token_ids + row * longest + place, mask=place >= first, other=-2)
+        have = tl.load(token_ids + row * longest + place, mask=(place >= first) & (place < longest), other=-2)
         same = same & ((wanted < 0) | (wanted == have))
     return same
 
 
 @triton.jit
 def _edit_named(
-    logits, out, stride, vocab, rows, known, prompt_len, token_ids, longest,
+    logits, out, stride, vocab, rows, known, token_ids, longest, ahead, prompt_len,
     allow_seats, masks, words,
     states, state_masks,
     bias_seats, biases, num_bias,
@@ -120,12 +138,13 @@ def _edit_named(
     count_seats, counts, repetition, presence, frequency,
     ENTRIES: tl.constexpr, TOKENS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program n: the biases of row n, from the unedited logits, then its bans."""
+    """Program n: the biases of line n, from the unedited logits, then its bans."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     n = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + n).to(tl.int64)
+    drafts = 0 if ahead is None else tl.load(ahead + n)
     entries = tl.arange(0, ENTRIES)
     if bias_seats is not None:
         seat = tl.load(bias_seats + row).to(tl.int64)
@@ -148,10 +167,11 @@ def _edit_named(
                 if count_seats is not None:
                     counting = tl.load(count_seats + row)
                     if counting >= 0:
-                        x = _penalised(x, ids, mask, row, counting, counts, vocab, repetition, presence, frequency)
+                        factors = (repetition, presence, frequency)
+                        x = _penalised(x, ids, mask, row, counting, counts, vocab, *factors, known, token_ids, longest, drafts)
                 tl.store(out + n * vocab + ids, x, mask=mask)
     tl.debug_barrier()  # a ban comes after the bias of the same token
-    total = tl.load(known + row)
+    total = tl.load(known + row) + drafts
     if stop_seats is not None:
         seat = tl.load(stop_seats + row).to(tl.int64)
         if (seat >= 0) & (total < tl.load(min_total + row)):
@@ -184,6 +204,7 @@ def edit_logits(
     bad_words: Seated | None,
     penalties: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None,
     automata: Seated | None = None,
+    ahead: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `reference.edit_logits`: two launches, one if no row has biases or bans. One read of the logits, and of the counts of rows with
     penalties."""
@@ -197,12 +218,12 @@ def edit_logits(
         logits = logits.contiguous()
     masks = _masks(allowed, automata)
     counts = (None,) * 5 if penalties is None else penalties
-    head = (logits, out, logits.stride(0), vocab, rows)
+    head = (logits, out, logits.stride(0), vocab, rows, known, token_ids, token_ids.stride(0), ahead)
     _edit_all[(n, triton.cdiv(vocab, BLOCK))](*head, *masks, *counts, BLOCK, num_warps=4, **pdl(logits))
     if no_names:
         return out
     _edit_named[(n,)](
-        *head, known, prompt_len, token_ids, token_ids.stride(0), *masks,
+        *head, prompt_len, *masks,
         *((None, None, 0) if bias is None else (*bias, bias[1].shape[1] // 2)),
         *((None, None, 0, None) if stops is None else (*stops[:2], stops[1].shape[1], stops[2])),
         *((None, None, 0) if bad_words is None else (*bad_words, bad_words[1].shape[1])),
@@ -223,4 +244,5 @@ def mask_logits(logits: torch.Tensor, rows: torch.Tensor, allowed: Seated | None
     assert logits.stride(1) == 1, "the logits of a row lie side by side"
     if n:
         head = (logits, logits.stride(0), vocab, rows)
-        _mask_all[(n, triton.cdiv(vocab, BLOCK))](*head, *_masks(allowed, automata), BLOCK, num_warps=4, **pdl(logits))
+        grid = (n, triton.cdiv(vocab, BLOCK * SPAN))
+        _mask_all[grid](*head, *_masks(allowed, automata), BLOCK, SPAN, num_warps=4, **pdl(logits))

@@ -59,11 +59,13 @@ def edit_logits(
     bad_words: tuple[torch.Tensor, torch.Tensor] | None,
     penalties: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None,
     automata: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ahead: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """A copy of the logits with each row's masks, bias, bans and penalties applied, in this order. None: no row has any.
 
     Float32, but in the logits' own type where masks are all that there is, since they change no number.
-    logits: [N, V]. rows: [N] int32. known, prompt_len: [R] int32. token_ids: [R, L] int32.
+    logits: [N, V]. rows: [N] int32. known, prompt_len: [R] int32. token_ids: [R, L] int32. ahead: [N] int32, how many tokens behind the
+    row's known ones, drafts, are taken for known in this line; None: nowhere any. A row may then have several lines.
     allowed: seats, [S + 1, ceil(V / 32)] int32 bitmasks; bit v % 32 of word v // 32 allows token v, others become -inf.
     automata: the same again, with states in place of seats (see `modelrunner.kernels.automata`).
     bias: seats, [S + 1, 2 B] int32: B different ids, -1 for none, then the bits of B float32 numbers to add.
@@ -75,6 +77,7 @@ def edit_logits(
     off once for tokens of the output and `frequency` as often as they occur.
     """
     row = rows.long()
+    upto = known[row] if ahead is None else known[row] + ahead
     only_allowed = bias is None and stops is None and bad_words is None and penalties is None
     x = logits.to(logits.dtype if only_allowed else torch.float32, copy=True)
     mask_logits(x, rows, allowed, automata)
@@ -83,16 +86,27 @@ def edit_logits(
         x.scatter_add_(1, ids.clamp(min=0).long(), torch.where(ids >= 0, values.contiguous().view(torch.float32), 0.0))
     if stops is not None:
         ids = stops[1][stops[0][row].long()]
-        _ban(x, ids, (ids >= 0) & (known[row] < stops[2][row]).unsqueeze(1))
+        _ban(x, ids, (ids >= 0) & (upto < stops[2][row]).unsqueeze(1))
     if bad_words is not None:
-        _ban(x, *_completed(bad_words[1][bad_words[0][row].long()], row, known, prompt_len, token_ids))
+        _ban(x, *_completed(bad_words[1][bad_words[0][row].long()], row, upto, prompt_len, token_ids))
     if penalties is not None:
         seats, counts, repetition, presence, frequency = penalties
         words = counts[seats[row].long()]
+        if ahead is not None:
+            words = _with_drafts(words, row, known, torch.where(seats[row] >= 0, ahead, 0), token_ids)
         factor, times = repetition[row].unsqueeze(1), (words >> 1).float()
         x = torch.where(words != 0, torch.where(x > 0, x / factor, x * factor), x)
         x = x - frequency[row].unsqueeze(1) * times - presence[row].unsqueeze(1) * (times > 0)
     return x
+
+
+def _with_drafts(words: torch.Tensor, row: torch.Tensor, known: torch.Tensor, ahead: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """Count words [N, V] with the drafts ahead as tokens of the output. row: [N] int64."""
+    place = torch.arange(token_ids.shape[1], device=row.device)
+    first = known[row].unsqueeze(1)
+    drafted = (place >= first) & (place < first + ahead.unsqueeze(1))
+    ids = torch.where(drafted, token_ids[row], 0).long()
+    return words.scatter_add(1, ids.clamp(0, words.shape[1] - 1), torch.where(drafted, OUTPUT_UNIT, 0).to(words.dtype))
 
 
 def mask_logits(
@@ -117,11 +131,14 @@ def _ban(x: torch.Tensor, ids: torch.Tensor, banned: torch.Tensor) -> None:
 
 
 def _completed(
-    sequences: torch.Tensor, row: torch.Tensor, known: torch.Tensor, prompt_len: torch.Tensor, token_ids: torch.Tensor
+    sequences: torch.Tensor, row: torch.Tensor, upto: torch.Tensor, prompt_len: torch.Tensor, token_ids: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Last ids of all sequences, and whether the output ends with the ids before it: [N, M] each. sequences: [N, M, T]."""
+    """Last ids of all sequences, and whether the output ends with the ids before it: [M, W] each, of M lines with W sequences [M, W, T].
+
+    upto: [M], how many tokens a line's row has.
+    """
     before = sequences.shape[2] - 1
-    place = known[row].unsqueeze(1) - torch.arange(before, 0, -1, device=row.device)
+    place = upto.unsqueeze(1) - torch.arange(before, 0, -1, device=row.device)
     written = place >= prompt_len[row].unsqueeze(1)
     ids = torch.where(written, token_ids[row].gather(1, place.clamp(0, token_ids.shape[1] - 1).long()), NOTHING)
     same = (sequences[:, :, :before] == ids.unsqueeze(1)) | (sequences[:, :, :before] < 0)

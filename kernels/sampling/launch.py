@@ -72,7 +72,7 @@ def _launch_settle(
 def parts_of(n: int, chunks: int) -> tuple[int, int]:
     """How many programs weigh a row, and how many chunks each takes."""
     steps = 1
-    while steps < 32 and n * chunks >= 4096 * steps:
+    while steps < 32 and n * chunks >= 2048 * steps:
         steps *= 2
     return -(-chunks // steps), steps
 

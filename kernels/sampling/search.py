@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from modelrunner.kernels.sampling import reference
-from modelrunner.kernels.sampling.noise import INTERPRETED, exact_exp, gumbel, random_words, random_words_of
+from modelrunner.kernels.sampling.noise import exact_exp, gumbel, random_words, random_words_of
 from modelrunner.kernels.sampling.scan import INF, PURPOSE, place_of
 
 SLACK = tl.constexpr(2.0**-10)  # bounds are good to 2e-5
@@ -14,6 +14,7 @@ MASS_UNIT = tl.constexpr(reference.MASS_UNIT)
 NO_MASS = tl.constexpr(28.0)  # exp(-28) is below 2^-40: a token at this distance has no mass
 INF_BITS = tl.constexpr(0x7F800000)
 NOWHERE = tl.constexpr(0x7FFFFFFF)
+ROUNDED = tl.constexpr(18)  # bits of a bound that may be anything
 FEW = tl.constexpr(256)  # tokens of a list that are compared each with each
 OTHERS = tl.constexpr(16)  # at a time
 
@@ -150,35 +151,14 @@ def wanted_mass(total, p):
 
 
 @triton.jit
-def _added(a, b, c, x, y, z):
-    return a + x, b + y, c + z
-
-
-@triton.jit
-def three_sums(a, b, c):
-    """Sums of three vectors, with one exchange between the warps."""
-    if INTERPRETED:  # which takes other reductions than its own one element at a time
-        return tl.sum(a, 0), tl.sum(b, 0), tl.sum(c, 0)
-    else:
-        return tl.reduce((a, b, c), 0, _added)
-
-
-@triton.jit
 def cut_of(bits, weight, wanted, high):
-    """The smallest b such that the elements with bits <= b weigh at least `wanted`; `high` if there is none below it.
-
-    Bisection, two steps of it a turn: what the second step asks is asked for both answers of the first.
-    """
+    """The smallest b such that the elements with bits <= b weigh at least `wanted`; `high` if there is none below it."""
     low = 0
     while low < high:
         middle = low + (high - low) // 2
-        below, above = low + (middle - low) // 2, middle + 1 + (high - middle - 1) // 2
-        sums = three_sums(tl.where(bits <= below, weight, 0), tl.where(bits <= middle, weight, 0), tl.where(bits <= above, weight, 0))
-        first = sums[1] >= wanted
-        low, high = tl.where(first, low, middle + 1), tl.where(first, middle, high)
-        second = tl.where(first, sums[0], sums[2]) >= wanted
-        middle = tl.where(first, below, above)
-        low, high = tl.where(second, low, tl.minimum(middle + 1, high)), tl.where(second, middle, high)
+        enough = tl.sum(tl.where(bits <= middle, weight, 0), 0) >= wanted
+        high = tl.where(enough, middle, high)
+        low = tl.where(enough, low, middle + 1)
     return low
 
 
@@ -198,15 +178,15 @@ def shortlist(
     LIST: tl.constexpr,
 ):
     """Writes the ids of tokens among which the k best are, without a look at the other groups: the k-th best of the groups' peaks, rounded
-    up to 8 bits, bounds the k-th best token. scratch: [GROUPS + 2 LIST] int32 of the row; the ids lie from GROUPS on, then the bits of the
+    up to 5 bits, bounds the k-th best token. scratch: [GROUPS + 2 LIST] int32 of the row; the ids lie from GROUPS on, then the bits of the
     tokens' distances.
 
     Returns how many there are (more than LIST: the list is incomplete) and the bound, bits of a distance.
     """
     places = tl.arange(0, GROUPS)
     nearest = bits_of(distance_of(tl.load(group_peaks + places, mask=places < groups, other=-INF), best, heat))
-    coarse = cut_of(nearest >> 16, tl.full([GROUPS], 1, tl.int32), k, tl.full([], INF_BITS >> 16, tl.int32))
-    limit = tl.minimum((coarse << 16) | 0xFFFF, INF_BITS)
+    coarse = cut_of(nearest >> ROUNDED, tl.full([GROUPS], 1, tl.int32), k, tl.full([], INF_BITS >> ROUNDED, tl.int32))
+    limit = tl.minimum(((coarse + 1) << ROUNDED) - 1, INF_BITS)
     chosen = ((nearest <= limit) & (nearest < INF_BITS)).to(tl.int32)
     many = tl.sum(chosen, 0)
     tl.store(scratch + tl.cumsum(chosen, 0) - 1, places, mask=chosen > 0)

@@ -15,7 +15,6 @@ from modelrunner.kernels.table import reference
 
 NONE, STOP, LENGTH, ERROR = (tl.constexpr(code) for code in range(4))
 HEADER = tl.constexpr(reference.RECORD_HEADER)
-NO_LOGPROB = tl.constexpr(reference.NO_LOGPROB)
 NO_TOKEN = tl.constexpr(reference.NO_TOKEN)
 ARRIVAL = tl.constexpr(1 << 40)  # what a program that has read the counter adds to it
 TILE = 1024  # comparisons of a warp
@@ -80,7 +79,8 @@ def arrive(counter_ptr, E):
 
 @triton.jit
 def record_rows(
-    i, live, row, generation, tokens, num_tokens, finish, ring_ptr, entry, entry_stride, row_stride, K1, WIDTH: tl.constexpr
+    i, live, row, generation, tokens, num_tokens, finish, num_drafted_ptr, ring_ptr, entry, entry_stride, row_stride, K1,
+    WIDTH: tl.constexpr
 ):  # fmt: skip
     """One record of each row of a block into a ring entry."""
     step = tl.arange(0, WIDTH)[None, :]
@@ -89,7 +89,10 @@ def record_rows(
     tl.store(record + 1, generation, mask=live)
     tl.store(record + 2, num_tokens, mask=live)
     tl.store(record + 3, finish, mask=live)
-    tl.store(record + 4, tl.full(i.shape, NO_LOGPROB, tl.int32), mask=live)
+    num_drafted = tl.zeros_like(i)
+    if num_drafted_ptr is not None:
+        num_drafted = tl.load(num_drafted_ptr + i, mask=live, other=0)
+    tl.store(record + 4, num_drafted, mask=live)
     kept = tl.where(step < num_tokens[:, None], tokens, NO_TOKEN).to(tl.int32)
     tl.store(record[:, None] + HEADER + step, kept, mask=live[:, None] & (step < K1))
 
@@ -101,7 +104,7 @@ _ANY_SIZE = ["N"]
 def finish_kernel(
     rows_ptr, query_len_ptr, samples_ptr, tokens_ptr, num_tokens_ptr, ok_ptr,
     token_ids_ptr, computed_ptr, known_ptr, finished_ptr, limit_ptr, num_accepted_ptr, seat_ptr, stop_ids_ptr, ends_ptr, finish_ptr,
-    ring_ptr, counter_ptr, generations_ptr, N, length, S, token_stride, E, entry_stride, row_stride,
+    ring_ptr, counter_ptr, generations_ptr, num_drafted_ptr, N, length, S, token_stride, E, entry_stride, row_stride,
     K1: tl.constexpr, WIDTH: tl.constexpr, STOPS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`update_state`, and `write_record` unless ring_ptr is None, of BLOCK rows a program."""
@@ -132,12 +135,14 @@ def finish_kernel(
         tl.store(num_tokens_ptr + i, num_tokens, mask=live)
     tl.store(finish_ptr + i, finish, mask=live)
     if ring_ptr is not None:
-        record_rows(i, live, row, generation, tokens, num_tokens, finish, ring_ptr, entry, entry_stride, row_stride, K1, WIDTH)
+        record_rows(
+            i, live, row, generation, tokens, num_tokens, finish, num_drafted_ptr, ring_ptr, entry, entry_stride, row_stride, K1, WIDTH
+        )
 
 
 @triton.jit(do_not_specialize=_ANY_SIZE)
 def record_kernel(
-    ring_ptr, counter_ptr, rows_ptr, generations_ptr, num_tokens_ptr, finish_ptr, tokens_ptr,
+    ring_ptr, counter_ptr, rows_ptr, generations_ptr, num_tokens_ptr, finish_ptr, tokens_ptr, num_drafted_ptr,
     N, token_stride, E, entry_stride, row_stride, K1: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`write_record` of BLOCK rows a program."""
@@ -154,7 +159,7 @@ def record_kernel(
     num_tokens = tl.load(num_tokens_ptr + i, mask=live, other=0)
     finish = tl.load(finish_ptr + i, mask=live, other=0)
     tokens = tl.load(tokens_ptr + i[:, None].to(tl.int64) * token_stride + step, mask=live[:, None] & (step < K1), other=0)
-    record_rows(i, live, row, generation, tokens, num_tokens, finish, ring_ptr, entry, entry_stride, row_stride, K1, WIDTH)
+    record_rows(i, live, row, generation, tokens, num_tokens, finish, num_drafted_ptr, ring_ptr, entry, entry_stride, row_stride, K1, WIDTH)
 
 
 def finish_step(
@@ -176,6 +181,7 @@ def finish_step(
     stop_seat: torch.Tensor,
     stop_ids: torch.Tensor,
     ends: torch.Tensor | None = None,
+    num_drafted: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`update_state` and `write_record` in one launch, with their arguments. Returns finish [N] int32.
 
@@ -190,7 +196,8 @@ def finish_step(
     finish_kernel[(triton.cdiv(n, block),)](
         rows, query_len, samples, tokens, num_tokens, ok,
         token_ids, computed, known, finished, limit, num_accepted, stop_seat, stop_ids, ends, finish,
-        ring, counter, generations, n, token_ids.stride(0), stop_ids.shape[1], tokens.stride(0), entries, entry_stride, row_stride,
+        ring, counter, generations, num_drafted,
+        n, token_ids.stride(0), stop_ids.shape[1], tokens.stride(0), entries, entry_stride, row_stride,
         k1, width, stops, block, num_warps=min(max(stops * width // TILE, 1), 8), **pdl(rows),
     )  # fmt: skip
     return finish
@@ -209,12 +216,13 @@ def write_record(
     num_tokens: torch.Tensor,
     finish: torch.Tensor,
     tokens: torch.Tensor,
+    num_drafted: torch.Tensor | None = None,
 ) -> None:
     """See the reference."""
     n, k1 = tokens.shape
     tokens = _rows_of(tokens)
     record_kernel[(triton.cdiv(n, MAX_ROWS),)](
-        ring, counter, rows, generations, num_tokens, finish, tokens,
+        ring, counter, rows, generations, num_tokens, finish, tokens, num_drafted,
         n, tokens.stride(0), ring.shape[0], ring.stride(0), ring.stride(1), k1, triton.next_power_of_2(k1), MAX_ROWS, num_warps=1,
         **pdl(rows),
     )  # fmt: skip

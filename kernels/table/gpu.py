@@ -18,12 +18,14 @@ OVERRIDES: dict[str, Callable[..., Any]] = {
 
 _INT32 = [
     *("rows", "query_len", "num_tokens", "token_ids", "computed", "known", "finished", "limit", "num_accepted", "seat", "stop_ids"),
-    *("finish", "ring", "generations", "ends", "arena", "start", "words"),
+    *("finish", "num_drafted", "ring", "generations", "ends", "arena", "start", "words"),
 ]
 TYPES = {f"{name}_ptr": "*i32" for name in _INT32} | dict.fromkeys(("tokens_ptr", "counter_ptr", "dst_ptr"), "*i64")
 TYPES |= dict.fromkeys(("samples_ptr", "ok_ptr"), "*i1")
 TYPES |= dict.fromkeys(("N", "length", "S", "token_stride", "E", "entry_stride", "row_stride", "num_runs", "num_words", "halvings"), "i32")
-NO_RECORD: dict[str, Any] = dict.fromkeys(("ring_ptr", "counter_ptr", "generations_ptr"))
+NO_RECORD: dict[str, Any] = dict.fromkeys(("ring_ptr", "counter_ptr", "generations_ptr", "num_drafted_ptr"))
+NO_DRAFTS: dict[str, Any] = {"num_drafted_ptr": None}
+ENDING: tuple[tuple[int, int, dict[str, Any]], ...] = ((1, 16, NO_DRAFTS), (4, 4, {}))  # with rows of automata
 
 
 def _finish(tokens: int, stops: int, block: int, num_warps: int = 1, **more: Any) -> Build:
@@ -33,13 +35,14 @@ def _finish(tokens: int, stops: int, block: int, num_warps: int = 1, **more: Any
 
 BUILDS = [
     Build(patch_kernel, TYPES, {"BLOCK": BLOCK}),
-    _finish(1, 64, 16),
-    _finish(1, 16, 32),
-    _finish(1, 64, 16, num_tokens_ptr=None),
-    Build(finish_kernel, TYPES, {"K1": 1, "WIDTH": 1, "STOPS": 64, "BLOCK": 16, "PDL": True}, 1),
-    _finish(5, 64, 2),
-    _finish(1, 4096, 1, num_warps=4),
+    _finish(1, 64, 16, **NO_DRAFTS),
+    _finish(1, 16, 32, **NO_DRAFTS),
+    _finish(1, 64, 16, num_tokens_ptr=None, **NO_DRAFTS),
+    *(Build(finish_kernel, TYPES, {"K1": k1, "WIDTH": k1, "STOPS": 64, "BLOCK": n, "PDL": True} | more, 1) for k1, n, more in ENDING),
+    *(_finish(tokens, 64, block) for tokens, block in ((2, 8), (4, 4), (6, 2), (9, 1))),
+    _finish(17, 64, 1, num_warps=2),
+    _finish(1, 4096, 1, num_warps=4, **NO_DRAFTS),
     _finish(1, 64, 16, **NO_RECORD),
-    Build(record_kernel, TYPES, {"K1": 1, "WIDTH": 1, "BLOCK": 32, "PDL": True}, num_warps=1),
+    Build(record_kernel, TYPES, {"K1": 1, "WIDTH": 1, "BLOCK": 32, "PDL": True} | NO_DRAFTS, num_warps=1),
     Build(record_kernel, TYPES, {"K1": 5, "WIDTH": 8, "BLOCK": 32, "PDL": True}, num_warps=1),
 ]

@@ -8,8 +8,7 @@ from __future__ import annotations
 import torch
 
 FINISH_NONE, FINISH_STOP, FINISH_LENGTH, FINISH_ERROR = range(4)  # values of modelrunner.batch.Finish
-RECORD_HEADER = 5  # words before a record's tokens: row, generation, number of tokens, finish code, log-prob offset
-NO_LOGPROB = -1
+RECORD_HEADER = 5  # words before a record's tokens: row, generation, number of tokens, finish code, number of drafts
 NO_TOKEN = -1
 
 
@@ -98,14 +97,15 @@ def write_record(
     num_tokens: torch.Tensor,
     finish: torch.Tensor,
     tokens: torch.Tensor,
+    num_drafted: torch.Tensor | None = None,
 ) -> None:
     """Write one record per row into ring entry `counter % E` and advance the counter, both in place.
 
     ring: [E, Nmax, words] int32, words >= 6 + k. counter: [1] int64. rows, generations, num_tokens, finish: [N] int32. tokens: [N, 1+k]
-    int64; those past num_tokens are recorded as -1.
+    int64; those past num_tokens are recorded as -1. num_drafted: [N] int32, drafts of the row that the step checked; None for none.
     """
     n, width = tokens.shape
-    header = torch.stack((rows, generations, num_tokens, finish, torch.full_like(rows, NO_LOGPROB)), 1)
+    header = torch.stack((rows, generations, num_tokens, finish, torch.zeros_like(rows) if num_drafted is None else num_drafted), 1)
     counts = torch.arange(width, device=tokens.device, dtype=torch.int32) < num_tokens.unsqueeze(-1)
     record = torch.cat((header, torch.where(counts, tokens, NO_TOKEN).to(torch.int32)), 1)
     ring[:, :n, : RECORD_HEADER + width].index_copy_(0, counter % ring.shape[0], record.unsqueeze(0))

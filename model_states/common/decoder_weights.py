@@ -50,13 +50,16 @@ def layer_targets(
     projections: Mapping[str, tuple[str, int | None, int]] = PROJECTIONS,
     biased: Collection[str] = (),
     norm_transform: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    source: str | None = None,
+    target: str | None = None,
 ) -> Targets:
     """Tensors of layer `layer`.
 
     norms: Hugging Face name within the layer -> norm within our layer. biased: Linears of our layer with a bias.
     norm_transform: applied to the weights of norms, e.g. adding one where the checkpoint stores the distance from one.
+    source, target: the layer's name in the checkpoint and in the module; None for `model.layers.<layer>` and `layers.<layer>`.
     """
-    source, target = f"model.layers.{layer}", f"layers.{layer}"
+    source, target = source or f"model.layers.{layer}", target or f"layers.{layer}"
     names: Targets = {}
     for name, (linear, part, shard_dim) in projections.items():
         names[f"{source}.{name}.weight"] = (Target(f"{target}.{linear}", part, shard_dim=shard_dim),)

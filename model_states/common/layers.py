@@ -54,7 +54,8 @@ class Attention(nn.Module):
     """Self-attention with rotary positions. Linears: `qkv` (parts q, k, v) and `output`; with norms, `q_norm` and `k_norm`.
 
     group: the cache group that serves `layer`; it has the numbers of heads. norm: makes a norm of the size that it is given.
-    norm_all_heads: q and k are normed over all heads at once instead of each head by itself.
+    norm_all_heads: q and k are normed over all heads at once instead of each head by itself. input_size: of what q, k and v are made from,
+    where that is not the hidden size.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Attention(nn.Module):
         output_bias: bool = False,
         norm: Callable[[int], RMSNorm] | None = None,
         norm_all_heads: bool = False,
+        input_size: int | None = None,
     ) -> None:
         super().__init__()
         self.ops = ctx.ops
@@ -76,13 +78,13 @@ class Attention(nn.Module):
         self.head_dim = group.head_dim
         self.norm_all_heads = norm_all_heads
         self.sizes = tuple(heads * group.head_dim for heads in (group.num_heads, group.num_kv_heads, group.num_kv_heads))
-        self.qkv = ctx.linear(hidden_size, self.sizes, bias=qkv_bias)
+        self.qkv = ctx.linear(input_size or hidden_size, self.sizes, bias=qkv_bias)
         self.output = ctx.linear(self.sizes[0], hidden_size, bias=output_bias)
         self.q_norm = norm(self.sizes[0] if norm_all_heads else group.head_dim) if norm is not None else None
         self.k_norm = norm(self.sizes[1] if norm_all_heads else group.head_dim) if norm is not None else None
 
     def forward(self, x: torch.Tensor, cos_sin: torch.Tensor, attention: Mapping[str, BoundAttention]) -> torch.Tensor:
-        """x: [T, H]. cos_sin: [T, rotary dimension], gathered for the step's positions. Returns [T, H]."""
+        """x: [T, input size]. cos_sin: [T, rotary dimension], gathered for the step's positions. Returns [T, H]."""
         return cast(torch.Tensor, self.output(self.heads(self.qkv(x), cos_sin, attention)))
 
     def residual(self, x: torch.Tensor, norm: RMSNorm, cos_sin: torch.Tensor, attention: Mapping[str, BoundAttention]) -> torch.Tensor:

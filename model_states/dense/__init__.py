@@ -1,4 +1,4 @@
-"""Plugin: dense decoders with RMS norm, rotary positions and gated MLPs (Llama, SmolLM2, Mistral, Phi-3, Qwen2, Qwen3)."""
+"""Plugin: dense decoders with RMS norm, rotary positions and gated MLPs (Llama, SmolLM2, Mistral, Phi-3, Qwen2, MiMo, Qwen3)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,14 @@ if TYPE_CHECKING:
 
 MODELRUNNER_API = ">=1,<2"
 
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Phi3ForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "MiMoForCausalLM",
+    "MistralForCausalLM",
+    "Phi3ForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+)
 
 
 @hookimpl

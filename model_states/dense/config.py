@@ -15,6 +15,7 @@ ACTIVATIONS = ("silu", "swish")
 ALWAYS_SLIDING = ("MistralForCausalLM", "Phi3ForCausalLM")  # in all layers, when they have a window
 PARTLY_ROTARY = ("Phi3ForCausalLM",)
 WITHOUT_BIAS = ("MistralForCausalLM", "Phi3ForCausalLM")
+QWEN2 = ("Qwen2ForCausalLM", "MiMoForCausalLM")  # MiMo: Qwen2's layers, and a module for multi-token prediction beside them
 
 
 @dataclass(frozen=True)
@@ -74,8 +75,8 @@ def dense_config(card: ModelCard) -> DenseConfig:
         head_dim=head_dim,
         eps=eps,
         tied=bool(config.get("tie_word_embeddings", False)),
-        qkv_bias=architecture == "Qwen2ForCausalLM" or attention_bias,
-        output_bias=architecture != "Qwen2ForCausalLM" and attention_bias,
+        qkv_bias=architecture in QWEN2 or attention_bias,
+        output_bias=architecture not in QWEN2 and attention_bias,
         mlp_bias=architecture == "LlamaForCausalLM" and bool(config.get("mlp_bias", False)),
         qk_norm=architecture == "Qwen3ForCausalLM",
         fused=architecture == "Phi3ForCausalLM",
@@ -87,7 +88,7 @@ def dense_config(card: ModelCard) -> DenseConfig:
 def layer_windows(card: ModelCard, config: Mapping[str, Any], architecture: str, layers: int) -> tuple[int | None, ...]:
     """Each layer's window. Mistral and Phi-3 slide in all layers; Qwen in those of `layer_types`, or from `max_window_layers` on."""
     window = config.get("sliding_window")
-    if architecture.startswith("Qwen") and not config.get("use_sliding_window", False):
+    if architecture.startswith(("Qwen", "MiMo")) and not config.get("use_sliding_window", False):
         window = None
     if architecture == "LlamaForCausalLM" or window is None:
         types = [FULL] * layers

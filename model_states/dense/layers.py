@@ -56,11 +56,16 @@ class DenseModel(nn.Module):
 
     def forward(self, hidden: torch.Tensor, positions: torch.Tensor, attention: Mapping[str, BoundAttention], tap: Tap) -> torch.Tensor:
         """hidden: [T, H] embeddings. Returns [T, H], normalised."""
-        cos_sin = self.cos_sin.new_empty((positions.shape[0], self.cos_sin.shape[1]))
-        self.embed.ops.embedding(positions, self.cos_sin, cos_sin)
+        cos_sin = self.rotary(positions)
         total = tap("layer.0", hidden)
         for index, layer in enumerate(self.stack):
             total = layer.attention.residual(total, layer.attention_norm, cos_sin, attention)
             total = tap(f"layer.{index + 1}", layer.mlp.residual(total, layer.mlp_norm))
         normed: torch.Tensor = self.norm(total)
         return normed
+
+    def rotary(self, positions: torch.Tensor) -> torch.Tensor:
+        """Lines of the rotary table for positions [T]: [T, D] float32."""
+        cos_sin = self.cos_sin.new_empty((positions.shape[0], self.cos_sin.shape[1]))
+        self.embed.ops.embedding(positions, self.cos_sin, cos_sin)
+        return cos_sin

@@ -1,4 +1,4 @@
-"""The dense ModelState: Llama, SmolLM2, Mistral, Phi-3, Qwen2, Qwen3."""
+"""The dense ModelState: Llama, SmolLM2, Mistral, Phi-3, Qwen2, MiMo, Qwen3."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class DenseState(ModelState):
         )
 
     def supports(self, feature: str) -> Yes | No:
-        known = ("prefix_cache", "chunked_prefill", "speculation", "prompt_logprobs", "graphs", "taps", "deterministic")
+        known = ("prefix_cache", "chunked_prefill", "speculation", "prompt_logprobs", "graphs", "taps", "deterministic", "prompt_embeds")
         return Yes() if feature in known else No(f"dense models know nothing of {feature!r}")
 
     def weight_map(self, card: ModelCard) -> WeightMap:

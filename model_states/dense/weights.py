@@ -30,7 +30,7 @@ def dense_weight_map(card: ModelCard, config: DenseConfig, max_length: int) -> W
     names = outer_targets(config.tied)
     for layer in range(config.num_layers):
         names.update(layer_targets(layer, norms, projections=projections, biased=biased_linears(config)))
-    ignored = ignored_names(config.num_layers, config.tied)
+    ignored = (*ignored_names(config.num_layers, config.tied), "model.mtp_layers.*")  # which a drafter reads
     if card.format != "gguf":
         return WeightMap(names, ignored)
     translated = {gguf_name(name): targets for name, targets in names.items()}

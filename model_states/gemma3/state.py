@@ -17,7 +17,7 @@ from modelrunner.model_states.gemma3.weights import gemma3_weight_map
 from modelrunner.settings import RunnerSettings
 from modelrunner.weights import WeightMap
 
-FEATURES = ("prefix_cache", "chunked_prefill", "speculation", "prompt_logprobs", "graphs", "taps", "deterministic")
+FEATURES = ("prefix_cache", "chunked_prefill", "speculation", "prompt_logprobs", "graphs", "taps", "deterministic", "prompt_embeds")
 
 
 class Gemma3State(ModelState):

@@ -63,7 +63,7 @@ class TransformersState(ModelState):
         )
 
     def supports(self, feature: str) -> Yes | No:
-        if feature in ("prefix_cache", "chunked_prefill", "speculation", "prompt_logprobs"):
+        if feature in ("prefix_cache", "chunked_prefill", "speculation", "prompt_logprobs", "prompt_embeds"):
             return Yes()
         return No(UNSUPPORTED.get(feature, f"models of transformers know nothing of {feature!r}"))
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from modelrunner.errors import ModelRunnerError
 from modelrunner.plugins.bench.asked import GREEDY, Sampling, params_of
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 class Run:
     """One pass over a workload. seconds: from the first request's submission to the last output; adding: of it, the submissions.
 
-    steps: committed ones. cached_tokens: of prompts, found in the prefix cache; there should be none.
+    steps: committed ones. cached_tokens: of prompts, found in the prefix cache; there should be none. drafted_at, accepted_at: as in
+    `Stats`, empty without a drafter.
     """
 
     seconds: float
@@ -30,6 +31,16 @@ class Run:
     steps: int
     cached_tokens: int
     preemptions: int
+    drafted_at: tuple[int, ...] = ()
+    accepted_at: tuple[int, ...] = ()
+
+    @property
+    def drafts(self) -> dict[str, Any]:
+        """What speculative decoding did, for a record; nothing without a drafter."""
+        if not self.drafted_at:
+            return {}
+        places = [kept / checked if checked else 0.0 for kept, checked in zip(self.accepted_at, self.drafted_at, strict=True)]
+        return {"num_drafted": sum(self.drafted_at), "num_accepted": sum(self.accepted_at), "acceptance_at": places}
 
 
 @contextmanager
@@ -51,7 +62,7 @@ def drive(engine: Engine, jobs: Sequence[Job], sampling: Sampling = GREEDY) -> R
     names = [str(place) for place in range(len(jobs))]
     lengths = [0] * len(jobs)
     stats, step = engine.scheduler.stats, engine.step
-    before = stats.steps, stats.cached_tokens, stats.preemptions
+    before = stats.steps, stats.cached_tokens, stats.preemptions, *stats.drafted_at, *stats.accepted_at
     with undisturbed(engine):
         start = perf_counter()
         for name, prompt, param in zip(names, prompts, params, strict=True):
@@ -62,8 +73,10 @@ def drive(engine: Engine, jobs: Sequence[Job], sampling: Sampling = GREEDY) -> R
                 lengths[int(output.request_id)] = len(output.outputs[0].token_ids)
         end = perf_counter()
     require(jobs, lengths)
-    counts = [now - then for now, then in zip((stats.steps, stats.cached_tokens, stats.preemptions), before, strict=True)]
-    return Run(end - start, added - start, sum(lengths), *counts)
+    after = stats.steps, stats.cached_tokens, stats.preemptions, *stats.drafted_at, *stats.accepted_at
+    steps, cached, preemptions, *drafts = (now - then for now, then in zip(after, before, strict=True))
+    places = len(stats.drafted_at)
+    return Run(end - start, added - start, sum(lengths), steps, cached, preemptions, tuple(drafts[:places]), tuple(drafts[places:]))
 
 
 def require(jobs: Sequence[Job], lengths: Sequence[int]) -> None:

@@ -168,7 +168,8 @@ def measure_sampling(manager: PluginManager, settings: Mapping[str, Any], scale:
     """One record for each shape of the logits. scale: of rows and vocabulary."""
     import torch
 
-    from modelrunner.assemble import Chooser, resolve_ops, settle
+    from modelrunner.assemble import resolve_ops, settle
+    from modelrunner.choosing import Chooser
     from modelrunner.plugins.bench.engines import versions
     from modelrunner.plugins.bench.sampling_rivals import flashinfer_ways, torch_ways
 

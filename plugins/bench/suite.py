@@ -90,6 +90,7 @@ class Bench:
             "adding_seconds": runs[-1].adding,
             "cached_tokens": sum(run.cached_tokens for run in runs),
             "preemptions": sum(run.preemptions for run in runs),
+            **runs[-1].drafts,
             **self._floors(jobs, tokens[workload.counted], taken),
         }
 

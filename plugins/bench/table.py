@@ -53,6 +53,9 @@ def throughput(record: Record) -> Iterator[str]:
     held = "" if memory is None else f", {memory / GIB:.1f} GiB of device memory"
     extra = "".join(f", {record[name]} {what}" for name, what in COUNTED.items() if record.get(name))
     yield f"  {record['model']}, {record['dtype']}, {record['device_name']}{held}{extra}"
+    if record.get("num_drafted"):
+        places = ", ".join(f"{share:.2f}" for share in record["acceptance_at"])
+        yield f"  {record['num_accepted']} of {record['num_drafted']} drafts accepted; share by place: {places}"
     for name, what in FLOORS.items():
         if name in record:
             yield f"  {what.format(**record[name], bandwidth=record['copy_bandwidth'] / 1e9, peak=record['peak_flops'] / 1e12)}"

@@ -19,6 +19,7 @@ from modelrunner.plugin_manager import PluginManager
 
 if TYPE_CHECKING:
     from modelrunner.checkpoint import ModelCard
+    from modelrunner.model_state import ModelState, Needs
     from modelrunner.settings import RunnerSettings
 
 
@@ -72,7 +73,7 @@ class Report:
         yield from text
         if reader is None:
             return
-        from modelrunner.assemble import blaming
+        from modelrunner.choosing import blaming
 
         with blaming(f"checkpoint reader {reader.offer.name} ({reader.plugin})"):
             card: ModelCard = reader.load()(path, settings.model.name).card()
@@ -84,7 +85,8 @@ class Report:
 
     def about_model(self, card: ModelCard) -> Iterator[str]:
         """The questions that need the card, then those that need the device."""
-        from modelrunner.assemble import blaming, declared
+        from modelrunner.assemble import declared
+        from modelrunner.choosing import blaming
 
         settings = self.settings
         if not settings.model.skip_tokenizer_init:
@@ -97,19 +99,38 @@ class Report:
             return
         with blaming(f"device {chosen.offer.name} ({chosen.plugin})"):
             device = chosen.load()(settings)
-        yield from self.ask("linear_scheme", setting="linear.scheme", card=card, device=device, settings=settings)[1]
+        linear = self.ask("linear_scheme", setting="linear.scheme", card=card, device=device, settings=settings)[1]
         if state is None:
+            yield from linear
             return
         try:
             with blaming(f"model_state {state.offer.name} ({state.plugin})"):
-                groups = declared(state.load()(card, settings), card, settings).cache_groups
+                made = state.load()(card, settings)
+                needs = declared(made, card, settings)
         except ModelRunnerError as error:
+            yield from linear
             self.unanswered.append("attention_backend")
             yield f"attention_backend is not asked for: {error}"
             return
-        for group in groups:
+        yield from self.about_drafter(card, made, needs)
+        yield from linear
+        for group in needs.cache_groups:
             yield from self.ask("attention_backend", group=group, device=device, settings=settings)[1]
         yield from self.optional("grammar_backend", settings=settings)
+
+    def about_drafter(self, card: ModelCard, state: ModelState, needs: Needs) -> Iterator[str]:
+        """The question that is put if the settings name a drafter. Its cache groups are not asked about."""
+        from modelrunner.choosing import Chooser
+        from modelrunner.drafter_setup import open_draft, target_model
+
+        if self.settings.speculation.drafter is None:
+            return
+        choose = Chooser(self.manager, self.settings)
+        longest = min(self.settings.model.max_model_len or needs.max_model_len, needs.max_model_len)
+        own, _, draft_card = open_draft(choose)
+        target = target_model(own, card, state, needs, longest)
+        asked = {"card": draft_card, "target": target, "settings": self.settings}
+        yield from self.ask("drafter", setting="speculation.drafter", **asked)[1]
 
     def optional(self, hook: str, **arguments: Any) -> list[str]:
         """Lines about a question that needs no winner, unless one is pinned."""

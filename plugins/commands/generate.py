@@ -39,6 +39,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prompt-ids", dest="prompts", metavar="IDS", action="append", type=read_ids, default=[],
         help="token ids to go on after, separated by commas, e.g. 1,2,3; with --skip-tokenizer-init they need no tokenizer; repeatable",
     )  # fmt: skip
+    parser.add_argument(
+        "--image", dest="images", metavar="FILE", action="append", type=Path, default=[],
+        help="image that the prompt is about; repeatable, in the order of its placeholders; with --chat they come before the text",
+    )  # fmt: skip
     parser.add_argument("--chat", action="store_true", help="put each prompt into the model's chat template, as the user's message")
     parser.add_argument("--max-tokens", type=int, default=DEFAULT_MAX_TOKENS, metavar="N", help="most tokens to generate (%(default)s)")
     parser.add_argument("--temperature", type=float, metavar="T", help="0 for greedy; default: the model's own, else 1")
@@ -48,7 +52,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, metavar="S", help="the same seed gives the same text")
     parser.add_argument("--stop", action="append", metavar="TEXT", help="end the output before this text; repeatable")
     parser.add_argument("--ignore-eos", action="store_true", default=None, help="go on past the end of the sequence")
-    parser.add_argument("--json", action="store_true", help="one JSON object a line: prompt_token_ids, token_ids, text, finish_reason")
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="one JSON object a line: prompt_token_ids, token_ids, text, finish_reason; with a drafter num_drafted, num_accepted",
+    )
     parser.add_argument(
         "--logprobs", type=int, metavar="N",
         help="with --json, list for each token its log-prob and those of the N likeliest ones; -9999 is a token that could not come",
@@ -90,6 +98,9 @@ def run(args: argparse.Namespace, manager: PluginManager) -> int:
         raise RequestError(f"prompt {args.prompts.index('') + 1} of {len(args.prompts)} is empty; accepted: at least one character")
     if args.chat and not all(isinstance(prompt, str) for prompt in args.prompts):
         raise RequestError("--prompt-ids with --chat: a chat template takes text; give --prompt, or leave --chat out")
+    if args.images and len(args.prompts) > 1:
+        raise RequestError(f"--image with {len(args.prompts)} prompts; give one prompt with images")
+    images = [read_image(path) for path in args.images]
     if not args.json and (args.logprobs is not None or args.prompt_logprobs is not None):
         raise RequestError("--logprobs and --prompt-logprobs are shown by --json only; add it")
     given = {name: value for name in SAMPLING if (value := getattr(args, name)) is not None}
@@ -98,17 +109,35 @@ def run(args: argparse.Namespace, manager: PluginManager) -> int:
 
     with LLM(args.model or "", plugins=args.plugins, **trace.traced(args.settings, args.trace)) as llm:
         params = SamplingParams(**{**default_params(llm.card).model_dump(exclude_defaults=True), **given})
-        outputs = generate(llm, args.prompts, params, args.chat)
+        outputs = generate(llm, args.prompts, params, args.chat, images)
         decodes = llm.tokenizer is not None
     show_json(outputs) if args.json else show_text(args.prompts, outputs, args.chat, decodes)
     return 1 if any(output.outputs[0].finish_reason == "error" for output in outputs) else 0
 
 
-def generate(llm: Any, prompts: Sequence[str | list[int]], params: SamplingParams, chat: bool) -> list[RequestOutput]:
-    """Complete the prompts, or answer each as a conversation of its own."""
+def read_image(path: Path) -> bytes:
+    """The bytes of an image file. Raises RequestError."""
+    from modelrunner.errors import RequestError
+
+    try:
+        return path.expanduser().read_bytes()
+    except OSError as error:
+        raise RequestError(f"--image {path}: {error.strerror}") from None
+
+
+def generate(
+    llm: Any, prompts: Sequence[str | list[int]], params: SamplingParams, chat: bool, images: Sequence[bytes] = ()
+) -> list[RequestOutput]:
+    """Complete the prompts, or answer each as a conversation of its own. images: of the only prompt."""
     if chat:
-        return list(llm.chat([[{"role": "user", "content": prompt}] for prompt in prompts], params))
-    return list(llm.generate(list(prompts), params))
+        parts = [{"type": "image", "image": image} for image in images]
+        contents = [[*parts, {"type": "text", "text": prompt}] if parts else prompt for prompt in prompts]
+        return list(llm.chat([[{"role": "user", "content": content}] for content in contents], params))
+    if not images:
+        return list(llm.generate(list(prompts), params))
+    (prompt,) = prompts
+    named = {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
+    return list(llm.generate({**named, "multi_modal_data": {"image": list(images)}}, params))
 
 
 def show_json(outputs: Sequence[RequestOutput]) -> None:
@@ -119,6 +148,8 @@ def show_json(outputs: Sequence[RequestOutput]) -> None:
             "token_ids": list(choice.token_ids),
             "text": choice.text,
             "finish_reason": choice.finish_reason,
+            "num_drafted": choice.num_drafted,
+            "num_accepted": choice.num_accepted,
         }
         if choice.logprobs is not None:
             line["logprobs"] = [entries(found) for found in choice.logprobs]

@@ -25,6 +25,7 @@ from modelrunner.settings import load_settings
 KINDS: Mapping[str, str] = {
     "model-state": "A model family for modelrunner.",
     "logits-processor": "A logits processor for modelrunner: the newest tokens of a request become less likely.",
+    "drafter": "A drafter for modelrunner's speculative decoding: what followed the newest token the last time.",
     "observer": "An observer of modelrunner's steps and requests.",
     "tap": "Taps for modelrunner: a layer's hidden states, read and changed.",
 }

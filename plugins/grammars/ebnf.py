@@ -7,40 +7,46 @@ leave no room for doubt. A rule that calls itself at its end is a loop; one that
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from modelrunner.automaton import LETTERS, Automaton, Builder
 
 TOKEN = re.compile(
-    r"""\s*(?: (?P<define>::=) | (?P<ahead>\(=) | (?P<call>[A-Za-z_]\w*\() | (?P<name>[A-Za-z_][\w.\-]*) | (?P<string>"(?:[^"\\]|\\.)*")
-        | (?P<letters>\[(?:[^\]\\]|\\.)*\]) | (?P<times>\{\s*\d+\s*,\s*-?\d+\s*\}) | (?P<sign>[()|*]) )""",
+    r"""\s*(?: (?P<define>::=) | (?P<ahead>\(=) | (?P<regex>Regex\() | (?P<json>,\s*json_string=true\)) | (?P<call>[A-Za-z_]\w*\()
+        | (?P<name>[A-Za-z_][\w.\-]*) | (?P<string>"(?:[^"\\]|\\.)*") | (?P<letters>\[(?:[^\]\\]|\\.)*\])
+        | (?P<times>\{\s*\d+\s*,\s*-?\d+\s*\}) | (?P<sign>[()|*]) )""",
     re.VERBOSE | re.DOTALL,
 )
 ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.))|(.)", re.DOTALL)
 NAMED = {"n": "\n", "t": "\t", "r": "\r", "f": "\f", "v": "\v", "0": "\0", "a": "\a", "b": "\b", "e": "\x1b"}
 PUNCTUATION = frozenset("\"'\\?-]^[/.")
 FOREVER = -1
+PLAIN = [(0x20, 0x21), (0x23, 0x5B), (0x5D, 0x7F)]  # letters that stand for themselves in a JSON text, of one byte each
 DEPTH = 200  # of rules and parentheses within each other
 
-Part = tuple[str, object]  # ("either", parts), ("chain", parts), ("text", bytes), ("letter", ranges), ("rule", name), ("times", ...)
+# ("either", parts), ("chain", parts), ("text", bytes), ("letter", ranges), ("rule", name), ("regex", text), ("times", (part, least, most))
+Part = tuple[str, object]
 
 
 class NotRegular(ValueError):
     """The grammar's language is not regular, or it has a part that is not known here."""
 
 
-def automaton_of(text: str, max_states: int) -> Automaton:
-    """The automaton of a printed grammar, whose start symbol is `root`. Raises NotRegular, or TooLarge beyond `max_states`."""
+def automaton_of(text: str, max_states: int, printed: Callable[[str], str] | None = None) -> Automaton:
+    """The automaton of a printed grammar, whose start symbol is `root`. Raises NotRegular, or TooLarge beyond `max_states`.
+
+    printed: gives the printed grammar of a regular expression; without it, a grammar that has one in it is refused.
+    """
     rules = dict(_rules(text))
     builder = Builder(max_states)
-    return builder.automaton(_Maker(builder, rules).rule("root", builder.end))
+    return builder.automaton(_Maker(builder, rules, printed).rule("root", builder.end))
 
 
 class _Maker:
-    """Puts the rules together."""
+    """Puts the rules together. in_json: they are of an expression for the inside of a JSON text."""
 
-    def __init__(self, builder: Builder, rules: dict[str, Part]) -> None:
-        self._builder, self._rules = builder, rules
+    def __init__(self, builder: Builder, rules: dict[str, Part], printed: Callable[[str], str] | None, in_json: bool = False) -> None:
+        self._builder, self._rules, self._printed, self._in_json = builder, rules, printed, in_json
         self._made: dict[tuple[str, int], int] = {}
         self._open: dict[str, int] = {}  # rules that are being made, and what follows them
         self._depth = 0
@@ -78,10 +84,21 @@ class _Maker:
         return then
 
     def _text(self, text: bytes, then: int) -> int:
+        if self._in_json and not all(any(first <= byte <= last for first, last in PLAIN) for byte in text):
+            raise NotRegular("its pattern has letters that JSON escapes, or such of several bytes")
         return self._builder.text(text, then)
 
     def _letter(self, ranges: list[tuple[int, int]], then: int) -> int:
+        if self._in_json:
+            if any(last > PLAIN[-1][1] for _, last in ranges):  # the library is not strict about their bytes
+                raise NotRegular("its pattern has letters of several bytes")
+            ranges = [(max(a, c), min(b, d)) for a, b in ranges for c, d in PLAIN if max(a, c) <= min(b, d)]
         return self._builder.letter(ranges, then)
+
+    def _regex(self, text: str, then: int) -> int:
+        if self._printed is None:
+            raise NotRegular("the pattern in it is not known here")
+        return _Maker(self._builder, dict(_rules(self._printed(text))), None, in_json=True).rule("root", then)
 
     def _rule(self, name: str, then: int) -> int:
         return self.rule(name, then)
@@ -162,7 +179,7 @@ class _Reader:
 
     def chain(self) -> Part:
         parts = []
-        while self.kind in ("name", "string", "letters") or (self.kind, self.value) == ("sign", "("):
+        while self.kind in ("name", "string", "letters", "regex") or (self.kind, self.value) == ("sign", "("):
             parts.append(self.repeated(self.single()))
         return parts[0] if len(parts) == 1 else ("chain", parts)
 
@@ -171,6 +188,11 @@ class _Reader:
             return "rule", self.take("name")
         if self.kind == "string":
             return "text", "".join(map(chr, _letters(self.take("string")[1:-1]))).encode("utf-8", "surrogatepass")
+        if self.kind == "regex":
+            self.take("regex")
+            text = "".join(map(chr, _letters(self.take("string")[1:-1])))
+            self.take("json")
+            return "regex", text
         if self.kind == "letters":
             return "letter", _ranges(self.take("letters")[1:-1])
         self.take("sign", "(")

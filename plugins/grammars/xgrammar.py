@@ -64,7 +64,7 @@ class XGrammar(GrammarBackend):
             rules = self._grammar.from_json_schema(str(params.json), **self._whitespace)
         else:
             raise ValueError("any JSON object nests as deep as it likes")
-        return automaton_of(str(rules), max_states)
+        return automaton_of(str(rules), max_states, lambda pattern: str(self._grammar.from_regex(pattern)))
 
 
 def whitespace(settings: GrammarSettings) -> dict[str, Any]:

@@ -26,6 +26,7 @@ PUBLIC = {
         *["ModelState", "Needs", "CacheGroup", "FullAttention", "SlidingWindow", "RecurrentState", "StaticBuffer"],
         *["BuildContext", "Shard", "Yes", "No"],
     ],
+    "media": ["MediaNeeds", "MediaProcessor", "MediaItem", "MediaRun", "Expanded", "Video", "EncoderInput", "MediaBatch"],
     "weights": ["WeightMap", "Target"],
     "batch": ["Batch"],
     "request_table": ["Column"],
@@ -36,6 +37,7 @@ PUBLIC = {
     "taps": ["Tap", "Result", "ModelInfo"],
     "logits_processors": ["LogitsProcessor", "RegisterProcessor"],
     "observers": ["Observer", "StepReport", "RequestStart", "RequestFinish"],
+    "speculation": ["Drafter", "DrafterNeeds", "TargetModel", "DraftBuild", "DraftStep", "DraftPass"],
     "checkpoint": ["CheckpointReader", "ModelCard"],
     "text": ["Tokenizer"],
     "grammar": ["GrammarBackend", "Grammar", "Matcher", "Vocabulary"],
@@ -47,7 +49,8 @@ PUBLIC = {
     "beam_search": ["BeamSearchParams", "BeamSearchSequence", "BeamSearchOutput"],
     "async_llm": ["AsyncLLM"],
     "testing.conformance": [
-        *["KernelConformance", "LinearSchemeConformance", "DeviceConformance", "LogitsProcessorConformance", "transformers_checkpoint"],
+        *["KernelConformance", "LinearSchemeConformance", "DeviceConformance", "LogitsProcessorConformance", "DrafterConformance"],
+        "transformers_checkpoint",
     ],
     "testing.conformance.case": ["StateCase"],
 }

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import combinations
+from typing import Any
 
+import pytest
 import torch
 
 from modelrunner import SamplingParams
-from modelrunner.testing import Driver, EngineProbe, P, constant, scripted
+from modelrunner.testing import Driver, EngineProbe, P, ScriptDrafterPlugin, Subject, constant, scripted
 
 EQUAL_IDS, VOCAB, TOKENS = 300, 331, 8
 
@@ -65,12 +68,28 @@ def test_tokens_are_uniform_over_seeds(sample: Sample) -> None:
 
 EQUAL = torch.full((VOCAB,), -1e4)
 EQUAL[:EQUAL_IDS] = 0.0
+
+
+def equal(drafts: int) -> Subject:
+    """With a drafter of ids of which one in three hundred holds, and of some that cannot."""
+    subject = scripted(constant(EQUAL), "equal")
+    if not drafts:
+        return subject
+    plugin = ScriptDrafterPlugin(lambda request: [7, 310, 9, 11, 12, 310, 14, 15])
+    return replace(subject, plugins=(*subject.plugins, plugin))
+
+
+def speculation(drafts: int) -> dict[str, Any]:
+    return {"drafter": "script", "drafts": drafts} if drafts else {}
+
+
 FREE = SamplingParams(temperature=1.0, max_tokens=TOKENS, ignore_eos=True)
 
 
-def test_requests_without_a_seed_and_choices_are_independent(device: str) -> None:
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_requests_without_a_seed_and_choices_are_independent(drafts: int, device: str) -> None:
     """Thirty requests one after the other, and sixteen choices of one; a seed repeats all sixteen, in their order."""
-    driver = Driver(scripted(constant(EQUAL), "equal").engine(device=device, rows=16))
+    driver = Driver(equal(drafts).engine(device=device, rows=16, **speculation(drafts)))
     for i in range(30):
         driver.add(f"r{i}", P(12, 1), FREE)
         driver.finish()
@@ -85,10 +104,13 @@ def test_requests_without_a_seed_and_choices_are_independent(device: str) -> Non
     EngineProbe(driver).assert_clean()
 
 
-def test_first_tokens_of_choices_are_uniform() -> None:
-    """Chi-square over 300 equal ids in 30 bins of ten, at the 1e-4 level."""
-    driver = Driver(scripted(constant(EQUAL), "equal").engine(rows=64))
-    driver.add("many", P(12, 1), FREE.model_copy(update={"n": 600, "max_tokens": 1}))
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_tokens_of_choices_are_uniform(drafts: int) -> None:
+    """Chi-square over 300 equal ids in 30 bins of ten, at the 1e-4 level; of the first token and, with drafts, of the later ones."""
+    driver = Driver(equal(drafts).engine(rows=64, **speculation(drafts)))
+    driver.add("many", P(12, 1), FREE.model_copy(update={"n": 600, "max_tokens": 5 if drafts else 1}))
     driver.finish()
-    counts = torch.bincount(torch.tensor([choice.token_ids[0] // 10 for choice in driver.final("many").outputs]), minlength=30).double()
-    assert ((counts - 20) ** 2 / 20).sum().item() < 66.2  # 29 degrees of freedom: 1e-4 at 66.15
+    for place in range(5 if drafts else 1):
+        found = torch.tensor([choice.token_ids[place] // 10 for choice in driver.final("many").outputs])
+        counts = torch.bincount(found, minlength=30).double()
+        assert ((counts - 20) ** 2 / 20).sum().item() < 66.2  # 29 degrees of freedom: 1e-4 at 66.15

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 
 from modelrunner import CompletionOutput, SamplingParams
 from modelrunner.errors import RequestError
-from modelrunner.testing import Driver, EngineProbe, P, dense
+from modelrunner.request import Request
+from modelrunner.testing import Driver, EngineProbe, P, ScriptDrafterPlugin, dense, ref
 
 PROMPT, TOKENS = P(20, 3), 12
 # One plain value each. What goes to `add` beside the parameters stands under "add".
@@ -40,6 +42,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "n": {"n": 2, "temperature": 0.7},
 }
 REFUSED = {("stop", "detokenize"), ("include_stop", "detokenize")}  # naming both
+
+
+def half_right(request: Request) -> list[int]:
+    """What the plain greedy request says, of which a sampled or edited one shares some tokens: every other one is another."""
+    output = ref(dense(), PROMPT, SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)).token_ids
+    return [token + place % 2 for place, token in enumerate(output)]
+
+
+ALTERNATING = replace(dense(), plugins=(*dense().plugins, ScriptDrafterPlugin(half_right)))
 
 
 def merged(pair: tuple[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -84,8 +95,9 @@ def check_choice(name: str, params: SamplingParams, parts: list[CompletionOutput
     assert 198 not in ids or not params.bad_words
 
 
-def test_every_pair_ends_normally_or_is_refused() -> None:
-    driver = Driver(dense().engine(depth=2, tokens=48, rows=16, device="deferred_cpu", policy="priority"))
+@pytest.mark.parametrize("drafter", [None, "ngram"])
+def test_every_pair_ends_normally_or_is_refused(drafter: str | None) -> None:
+    driver = Driver(dense().engine(depth=2, tokens=48, rows=16, device="deferred_cpu", policy="priority", drafter=drafter))
     pairs = list(combinations(OPTIONS, 2))
     asked: dict[str, SamplingParams] = {}
     for pair in pairs:
@@ -102,6 +114,28 @@ def test_every_pair_ends_normally_or_is_refused() -> None:
         check(driver, name, params)
     assert len(asked) + len(REFUSED) == len(pairs) == 253
     EngineProbe(driver).assert_clean()
+
+
+def test_pairs_give_the_same_tokens_with_and_without_drafts() -> None:
+    """Of seeded requests, each pair of options: a drafter that is right now and then changes none."""
+    plain, drafting = (Driver(each.engine(rows=16, **more)) for each, more in ((dense(), {}), (ALTERNATING, {"drafter": "script"})))
+    asked = [pair for pair in combinations(OPTIONS, 2) if pair not in REFUSED]
+    for driver in (plain, drafting):
+        for pair in asked:
+            values, more = merged(pair)
+            driver.add(" and ".join(pair), PROMPT, SamplingParams(**({"seed": 5} | values | {"output_kind": "final_only"})), **more)
+        driver.finish()
+    for pair in asked:
+        one, other = (driver.final(" and ".join(pair)).outputs for driver in (plain, drafting))
+        for a, b in zip(one, other, strict=True):
+            assert (list(a.token_ids), a.text, a.finish_reason, a.stop_reason) == (
+                list(b.token_ids),
+                b.text,
+                b.finish_reason,
+                b.stop_reason,
+            )
+    stats = drafting.engine.scheduler.stats
+    assert 0 < stats.num_accepted < stats.num_drafted
 
 
 @pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs", "salt", "priority"])

@@ -8,15 +8,16 @@ import pytest
 from grammar_world import written
 
 from modelrunner import SamplingParams, StructuredOutputsParams
-from modelrunner.testing import Driver, EngineProbe, P, assert_same, dense
+from modelrunner.testing import Driver, EngineProbe, P, R, assert_same, dense
 from modelrunner.testing.byte_tokenizer import EOS, FIRST_BYTE
 
 pytest.importorskip("xgrammar")
 BOOLEAN = StructuredOutputsParams(json={"type": "boolean"})
 A = StructuredOutputsParams(choice=["a"])
-NEIGHBOUR = P(20, 7), SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+NEIGHBOUR = R(5), SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
 
 
+@pytest.mark.parametrize("drafter", [None, "ngram"])
 @pytest.mark.parametrize("temperature", [0, 1])
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize(
@@ -30,9 +31,11 @@ NEIGHBOUR = P(20, 7), SamplingParams(temperature=0, max_tokens=30, ignore_eos=Tr
         ({"structured_outputs": StructuredOutputsParams(regex="b{3,}"), "logit_bias": {EOS: 100}, "ignore_eos": True}, ("b" * 3,)),
     ],
 )
-def test_a_complete_grammar_ends_the_output(params: dict[str, Any], texts: tuple[str, ...], depth: int, temperature: float) -> None:
+def test_a_complete_grammar_ends_the_output(
+    params: dict[str, Any], texts: tuple[str, ...], depth: int, temperature: float, drafter: str | None
+) -> None:
     subject = dense()
-    driver = Driver(subject.engine(depth=depth))
+    driver = Driver(subject.engine(depth=depth, drafter=drafter))
     driver.add("n", *NEIGHBOUR)
     driver.add("a", P(12, 1), SamplingParams(temperature=temperature, seed=3, **params))
     driver.finish()
@@ -47,6 +50,7 @@ B_OR_AS, A_OR_AA = StructuredOutputsParams(regex="b|a+"), StructuredOutputsParam
 LETTERS = {letter: FIRST_BYTE + ord(letter) for letter in "abtf"}
 
 
+@pytest.mark.parametrize("drafter", [None, "ngram"])
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize(
     ("params", "names", "said"),
@@ -57,9 +61,11 @@ LETTERS = {letter: FIRST_BYTE + ord(letter) for letter in "abtf"}
         ({"structured_outputs": A_OR_AA, "bad_words": [[LETTERS["a"]] * 2], "min_tokens": 2}, "min_tokens", "a"),
     ],
 )
-def test_a_contradiction_is_the_requests_error_and_names_the_options(params: dict[str, Any], names: str, said: str, depth: int) -> None:
+def test_a_contradiction_is_the_requests_error_and_names_the_options(
+    params: dict[str, Any], names: str, said: str, depth: int, drafter: str | None
+) -> None:
     subject = dense()
-    driver = Driver(subject.engine(depth=depth))
+    driver = Driver(subject.engine(depth=depth, drafter=drafter))
     driver.add("n", *NEIGHBOUR)
     driver.add("a", P(12, 1), SamplingParams(temperature=1, seed=1, max_tokens=12, **params))
     driver.finish()

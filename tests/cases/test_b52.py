@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from mm_world import made, prepared
+from tiny_mm import mm
 
 from modelrunner import Engine, OutputKind, SamplingParams
 from modelrunner.testing import ByteTokenizerPlugin, Driver, EngineProbe, P, options, tiny_dense
@@ -82,4 +84,23 @@ def test_nothing_is_built_once_the_engine_is_ready(built: Counter[str], dtype: s
     probe.preempt("low")
     driver.finish()
     assert driver.engine.scheduler.stats.preemptions == 1
+    assert not built, dict(built)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_nothing_is_built_for_images(built: Counter[str], dtype: str) -> None:
+    """Of the sizes that come, cut by chunks and not, beside text and alone."""
+    subject = mm()
+    settings = options(device="cuda", rows=8, pages=64, tokens=STEP) | {"media": {"arena_tokens": 100}}
+    driver = Driver(Engine({"model": {"name": subject.model, "dtype": dtype}} | settings, plugins=subject.plugins))
+    requests = [made((5 + i, (3 + i, 4 + 2 * i), 9), i) for i in range(5)]
+    built.clear()
+    for number, one in enumerate(requests):
+        driver.engine.add_request(str(number), prepared(driver, one), GREEDY)
+        driver.outputs[str(number)] = []
+        driver.add(f"text{number}", P(20 + number, number), SAMPLED)
+        if number % 2:
+            driver.finish()
+    driver.finish()
+    assert driver.engine.media.num_encoded == 5
     assert not built, dict(built)

@@ -78,6 +78,20 @@ class LooksBack(Lowers):
         return self.last_tokens(batch, 2)[:, :1].clamp(min=0)
 
 
+class CountsCalls(Lowers):
+    """State that has seen drafts which were rejected: another id at each call."""
+
+    drafts = True
+
+    def __init__(self) -> None:
+        self.calls = torch.zeros(100, dtype=torch.int64)
+
+    def apply(self, logits: torch.Tensor, batch: Batch) -> torch.Tensor:
+        rows = batch.rows.long()
+        self.calls[rows] += 1
+        return logits.scatter_add_(1, self.calls[rows].unsqueeze(1) % 300, 100 * self.by(batch))
+
+
 class TakesAnything(Lowers):
     def row_values(self, request: Any, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         return {"lowers.by": float(arguments.get("by", 0.0))}
@@ -131,6 +145,7 @@ def test_a_good_processor_passes(kind: type[LogitsProcessor]) -> None:
         (Revives, "test_rows_that_do_not_ask_are_left_alone", ()),
         (KeepsTheFirstStep, "test_is_what_the_reference_says", ()),
         (RemembersRows, "test_tokens_do_not_depend_on_the_schedule", ("few_rows",)),
+        (CountsCalls, "test_tokens_do_not_depend_on_the_schedule", ("drafts",)),
         (LooksBack, "test_is_what_the_reference_says", ()),
     ],
 )

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from modelrunner.batch import Drain, Finish, Outcome, Plan, record_words
+from modelrunner.draft_policy import NO_DRAFTS, DraftPolicy
 from modelrunner.model_state import FullAttention
 from modelrunner.page_pool import GroupLayout, PagePool
 from modelrunner.request import Request, SamplingParams
@@ -46,7 +47,7 @@ def reference(prompt: list[int], limit: int, stop: tuple[int, ...] = ()) -> list
 
 def request(name: str, prompt: list[int], max_tokens: int, **fields: Any) -> Request:
     params = SamplingParams(max_tokens=max_tokens, stop_token_ids=fields.pop("stop", ()))
-    return Request(name, prompt, params, arrival=0.0, limit=len(prompt) + max_tokens, seed=1, **fields)
+    return Request(name, prompt, params, arrival=0.0, limit=len(prompt) + max_tokens, seed=1, **{"num_draft": 99} | fields)
 
 
 @dataclass
@@ -63,6 +64,8 @@ class World:
     options: Mapping[str, Any] = field(default_factory=dict)
     on_admit: Callable[[int, Request, bool], Mapping[str, Any]] = lambda row, request, resumed: {}
     checks: bool = True  # after each plan and commit, which settles what the steady path kept to itself
+    drafts: int = 0  # proposed for a row after each of its tokens; about three of four are right
+    off_above_rows: int | None = None
 
     def __post_init__(self) -> None:
         names = ("known", "computed", "finished", "limit", "generation", "num_accepted")
@@ -71,6 +74,8 @@ class World:
         columns.append(Column("stop_ids", torch.int32, 8, -1, seats=self.seats))
         table = RequestTable(columns, self.max_rows, torch.device("cpu"))
         self.arena = table.arena.numpy()
+        self.proposed: dict[tuple[int, int], list[int]] = {}  # by row and tenancy, as the device has them
+        policy = DraftPolicy(self.drafts, depth=self.depth, off_above_rows=self.off_above_rows) if self.drafts else NO_DRAFTS
         self.table = {name: view.numpy() for name, view in table.columns.items()}
         self.pool = PagePool(self.pages + 1)
         self.pool.record_freed()
@@ -79,7 +84,7 @@ class World:
             row_values=lambda r: {"stop_ids": np.array(r.params.stop_token_ids, np.int32)},
             on_admit=lambda *a: self.on_admit(*a), on_remove=lambda row, r: None,
             max_rows=self.max_rows, max_batched_tokens=self.budget, max_model_len=self.max_model_len,
-            seats=table.seats, depth=self.depth, **self.options,
+            seats=table.seats, depth=self.depth, drafting=policy, **self.options,
         )  # fmt: skip
         self.cache = {g.name: np.full((self.pages + 1, g.tokens_per_page), POISON, np.int64) for g in self.groups}
         self.stream: deque[Callable[[], None]] = deque()
@@ -119,31 +124,59 @@ class World:
         )
 
     def run_row(self, row: int, generation: int, num_query: int) -> list[int]:
-        t = self.table
-        record = [row, generation, 0, 0, -1, -1]
+        t, width = self.table, 1 + self.drafts
         if t["finished"][row] or t["generation"][row] != generation:
-            return record
+            return [row, generation, 0, 0, 0, *[-1] * width]
         known, computed = int(t["known"][row]), int(t["computed"][row])
-        end = computed + min(num_query, known - computed)
-        values = np.array(chain(t["token_ids"][row, :end].tolist()))
+        drafts = self.proposed.pop((row, generation), [])[: max(num_query - (known - computed), 0)]
+        end = computed + min(num_query, known - computed + len(drafts))
+        values = np.array(chain([*t["token_ids"][row, :known].tolist(), *drafts][:end]))
+        good = self.attend(row, computed, end, values)
+        t["computed"][row] = end
+        if end < known:
+            return [row, generation, 0, 0, 0, *[-1] * width]
+        tokens, code = self.chosen(row, known, [int(value) % VOCAB if good else VOCAB for value in values[known - 1 :]], drafts)
+        t["token_ids"][row, known : known + len(tokens)] = tokens
+        t["known"][row] = known + len(tokens)
+        t["computed"][row] = known + len(tokens) - 1
+        t["finished"][row] = code
+        if not code:
+            self.propose(row, generation)
+        return [row, generation, len(tokens), int(code), len(drafts), *tokens, *[-1] * (width - len(tokens))]
+
+    def attend(self, row: int, computed: int, end: int, values: np.ndarray) -> bool:
+        """Write the values of the row's query tokens, read all that they see. Returns whether that was as it must be."""
         good = True
         for group in self.groups:
-            cache, pages, size = self.cache[group.name], t[f"pages.{group.name}"][row], group.tokens_per_page
+            cache, pages, size = self.cache[group.name], self.table[f"pages.{group.name}"][row], group.tokens_per_page
             at = np.arange(computed, end)
             assert (pages[at // size] > 0).all(), "a token without a page"
             cache[pages[at // size], at % size] = values[computed:end]
             read = np.arange(int(group.group.needed_from(np.array([computed]))[0]), end)
             good &= np.array_equal(cache[pages[read // size], read % size], values[read])
-        t["computed"][row] = end
-        if end == known:
-            token = int(values[-1]) % VOCAB if good else VOCAB
-            t["token_ids"][row, known] = token
-            t["known"][row] = known + 1
-            seat = t["stop_ids"][row]
-            code = Finish.STOP if token in t["stop_ids.seats"][seat] else Finish.LENGTH if known + 1 == t["limit"][row] else Finish.NONE
-            t["finished"][row] = code
-            record[2:] = [1, int(code), -1, token]
-        return record
+        return good
+
+    def chosen(self, row: int, known: int, targets: list[int], drafts: list[int]) -> tuple[list[int], Finish]:
+        """Tokens that the row gets: one more than drafts are right, but no more than stop ids and its limit let it have."""
+        t, tokens = self.table, []
+        for target, draft in zip(targets, [*drafts, -1], strict=True):
+            tokens.append(target)
+            if target in t["stop_ids.seats"][t["stop_ids"][row]] and target >= 0:
+                return tokens, Finish.STOP
+            if known + len(tokens) == t["limit"][row]:
+                return tokens, Finish.LENGTH
+            if draft != target:
+                break
+        return tokens, Finish.NONE
+
+    def propose(self, row: int, generation: int) -> None:
+        t = self.table
+        known, limit = int(t["known"][row]), int(t["limit"][row])
+        tokens = t["token_ids"][row, :known].tolist()
+        for _ in range(min(self.drafts, limit - 1 - known)):
+            right = chain(tokens)[-1]
+            tokens.append(right % VOCAB if right % 4 else (right + 1) % VOCAB)
+        self.proposed[row, generation] = tokens[known:]
 
     # ---- the loop --------------------------------------------------------------------------------------------------
 
@@ -152,7 +185,7 @@ class World:
             plan, records = self.tickets.popleft()
             while not records:
                 self.stream.popleft()()
-            self.commit(Outcome(plan, np.array(records, np.int32).reshape(-1, record_words(0))))
+            self.commit(Outcome(plan, np.array(records, np.int32).reshape(-1, record_words(self.drafts))))
 
     def check(self) -> None:
         if self.checks:
@@ -173,7 +206,7 @@ class World:
         self.check()
         if plan is not None:
             assert plan.num_tokens <= self.budget
-            assert (plan.num_query[: plan.num_decode] == 1).all()
+            assert (plan.num_query[: plan.num_decode] <= 1 + plan.num_draft).all()
             self.before_launch(plan)
             try:
                 self.launch(plan)

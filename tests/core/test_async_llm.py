@@ -374,3 +374,17 @@ def test_what_taps_report_comes_along(llm: AsyncLLM, plain: LLM) -> None:
         assert f"prompts[0]: {there.value}" == str(here.value)
     with pytest.raises(RequestError, match="sampling_params: a object cannot be sent to another process; accepted: numbers, text"):
         run(outputs(llm, "a", SamplingParams(extra_args={"probe": object()})))
+
+
+def test_drafts_are_counted_in_outputs_and_in_stats() -> None:
+    """A bias makes the output repeat one token, which prompt lookup then proposes."""
+    params = GREEDY.model_copy(update={"max_tokens": 30, "logit_bias": {60: 100.0}})
+    llm = start(drafter="ngram", **SHORT)
+    try:
+        output = run(last(llm, P(9, 1), params))
+        assert list(output.outputs[0].token_ids) == [60] * 30
+        assert output.outputs[0].num_drafted >= output.outputs[0].num_accepted > 15
+        wait_until(lambda: sum(llm.stats().accepted_at) == output.outputs[0].num_accepted)
+        assert sum(llm.stats().drafted_at) == output.outputs[0].num_drafted
+    finally:
+        llm.close()

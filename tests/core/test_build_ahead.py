@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from modelrunner import Engine, Offer, SamplingParams, hookimpl
 from modelrunner.device import Device
 from modelrunner.graphs import BUILT
+from modelrunner.kernels.speculation.reference import draft_inputs
+from modelrunner.ops import Register
 from modelrunner.testing import ByteTokenizerPlugin, Driver, P, assert_same, dense, options, tiny_dense
 from modelrunner.testing.null_device import NullDevice
+from tests.model_states.drafters import engines
 
 
 class Builder(NullDevice):
@@ -28,10 +32,36 @@ class Builder(NullDevice):
 
 class BuilderPlugin:
     MODELRUNNER_API = ">=1,<2"
+    kind: type[Builder] = Builder
 
     @hookimpl
     def device(self) -> Offer[type[Device]]:
-        return Offer("builder", lambda: Builder, fit="fallback", reason="for a test")
+        return Offer("builder", lambda: self.kind, fit="fallback", reason="for a test")
+
+
+class Leaving(Builder):
+    """Leaves one operation out while it builds, as a device does with kernels that are not there yet."""
+
+    building = False
+
+    def build(self, work: Sequence[Callable[[], None]]) -> None:
+        Leaving.building = True
+        super().build(work)
+        Leaving.building = False
+
+
+class LeavingPlugin(BuilderPlugin):
+    """What a drafter is told of a step is left out: it then finds what an earlier step, perhaps a larger one, was told."""
+
+    kind = Leaving
+
+    @hookimpl
+    def kernels(self, register: Register, device: Device) -> None:
+        def unless_building(*arguments: Any) -> None:
+            if not Leaving.building:
+                draft_inputs(*arguments)
+
+        register.override("draft_inputs", unless_building, device_type=device.type)
 
 
 def test_everything_that_start_up_runs_is_built_before() -> None:
@@ -50,3 +80,18 @@ def test_everything_that_start_up_runs_is_built_before() -> None:
     driver.finish()
     for k in range(5):
         assert_same(dense(), P(3 + 9 * k, k), params, driver.result(str(k)))
+
+
+def test_places_of_a_larger_step_are_not_read_while_kernels_are_built() -> None:
+    """The step before was the largest one; its last places lie outside of smaller ones."""
+    settings = {"speculation": {"drafter": "mtp"}, "model": {"name": str(engines.target())}} | options(device="builder", rows=4, tokens=64)
+    driver = Driver(Engine(settings, plugins=[ByteTokenizerPlugin(), LeavingPlugin()]))
+    runner = driver.engine.runner
+    runner.run_large(64)  # as where the cache's size is measured
+    assert runner.drafting is not None
+    assert runner.drafting.last_place.max() > 8
+    runner.capture()
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    driver.add("a", P(20, 1), params)
+    driver.finish()
+    assert_same(engines.subject(), P(20, 1), params, driver.result("a"))

@@ -129,7 +129,7 @@ def test_a_given_size_is_not_measured(given: dict[str, Any]) -> None:
 
 
 def test_what_a_component_cannot_allocate_names_it() -> None:
-    from modelrunner.assemble import blaming
+    from modelrunner.choosing import blaming
 
     message = r"model_state dense does not fit into the device's memory: .*model\.dtype.*\(out of memory\)"
     with pytest.raises(CapacityError, match=message), blaming("model_state dense"):

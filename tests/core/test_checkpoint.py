@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from modelrunner.checkpoint import DummyReader, GGUFReader, ModelCard, SafetensorsReader
 from modelrunner.errors import CheckpointError
+from modelrunner.torch_file import TorchReader
 
 CONFIG = {"architectures": ["SomethingForCausalLM"], "model_type": "something", "hidden_size": 4}
 
@@ -174,3 +175,44 @@ def test_a_card_prints_short() -> None:
     """Its metadata holds the whole vocabulary."""
     card = ModelCard("m", Path("m"), "gguf", ("X",), "x", config={"vocab": ["w"] * 1000}, metadata={"tokens": ["w"] * 1000})
     assert len(repr(card)) < 300
+
+
+def test_names_without_tensors(folder):
+    assert sorted(SafetensorsReader(folder, "m").names()) == ["a.weight", "b.weight"]
+    (folder / "model-00002-of-00002.safetensors").write_bytes(b"damaged")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        list(SafetensorsReader(folder, "m").names())
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_torch_files(tmp_path, older):
+    """Parts of pytorch_model, or a .pt file; of the older kind of file too, which cannot be mapped."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    torch.save({"a": torch.ones(2)}, tmp_path / "pytorch_model-1.bin", _use_new_zipfile_serialization=not older)
+    torch.save({"b": torch.zeros(3)}, tmp_path / "pytorch_model-2.bin", _use_new_zipfile_serialization=not older)
+    torch.save({"unused": torch.zeros(3)}, tmp_path / "other.pt")
+    reader = TorchReader(tmp_path, "m")
+    assert reader.card().format == "torch"
+    assert [(name, tensor.tolist()) for name, tensor in reader.tensors()] == [("a", [1, 1]), ("b", [0, 0, 0])]
+    assert list(reader.names()) == ["a", "b"]
+    for part in tmp_path.glob("*.bin"):
+        part.unlink()
+    assert list(reader.names()) == ["unused"]
+
+
+def test_torch_files_that_are_refused(tmp_path):
+    reader = TorchReader(tmp_path, "m")
+    with pytest.raises(CheckpointError, match=r"has neither pytorch_model\*\.bin nor a \.pt file"):
+        list(reader.tensors())
+    for content, message in (
+        (b"damaged", "cannot be read"),
+        ([torch.ones(1)], "holds a list; a dict of names and tensors"),
+        (Path("x"), "read"),
+    ):
+        file = tmp_path / "pytorch_model.bin"
+        if isinstance(content, bytes):
+            file.write_bytes(content)
+        else:
+            torch.save(content, file)
+        with pytest.raises(CheckpointError, match=message):
+            list(reader.tensors())

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from modelrunner import Engine
-from modelrunner.assemble import require_deterministic
+from modelrunner.choosing import require_deterministic
 from modelrunner.errors import PluginError, SettingsError
 from modelrunner.linear import PlainScheme
 from modelrunner.model_state import required_features

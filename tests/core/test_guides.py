@@ -278,6 +278,7 @@ def test_in_a_process_of_its_own() -> None:
         bad = (await last(llm, "Say", choice("boom"))).outputs[0]
         assert (bad.finish_reason, bad.stop_reason) == ("error", "structured_outputs.choice: KeyError: 'planted'")
         assert llm.stats().waiting == llm.stats().running == 0
+        assert llm.stats().grammar_ways == {"host: the grammar backend makes no automata": 1}
 
     try:
         run(go())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,13 @@ import modelrunner.llm
 from modelrunner.checkpoint import ModelCard
 from modelrunner.errors import RequestError
 from modelrunner.llm import LLM
+from modelrunner.media_front import MediaFacts, MediaFront
 from modelrunner.outputs import OutputProcessor
 from modelrunner.request import OutputKind, Request, RequestOutput, SamplingParams, make_request
+from modelrunner.settings import MediaSettings
 from modelrunner.testing.byte_tokenizer import ByteTokenizer
+
+TEXT_ONLY = MediaFront(MediaSettings(), MediaFacts("the model takes text only", "off", 0, "float32"), lambda: None)  # type: ignore[arg-type]
 
 
 class EchoEngine:
@@ -34,6 +39,7 @@ class EchoEngine:
         self.fails_at: dict[int, BaseException] = {}
         self.steps = 0
         self.closed = False
+        self.assembly = SimpleNamespace(media=SimpleNamespace(front=TEXT_ONLY))
 
     def request_at(self, row: int) -> None:
         return None
@@ -201,7 +207,7 @@ def test_contents_of_text_parts_are_joined(llm: LLM) -> None:
     [output] = llm.chat([{"role": "user", "content": parts}], SamplingParams(max_tokens=1))
     assert list(output.prompt_token_ids) == ByteTokenizer().encode("user: hi\nassistant: ")
     picture = {"type": "image_url", "image_url": {"url": "x"}}
-    with pytest.raises(RequestError, match=r"messages\[0\]\.content\[1\]: got a part of type 'image_url'; accepted: a text, or"):
+    with pytest.raises(RequestError, match=r"messages\[0\]\.content\[1\]: got a part of type 'image_url'; the model takes text only"):
         llm.chat([{"role": "user", "content": [parts[0], picture]}])
     with pytest.raises(RequestError, match=r"messages\[0\]\.content\[0\]: got a part 'hi'"):
         llm.chat([{"role": "user", "content": ["hi"]}])

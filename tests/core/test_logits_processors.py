@@ -84,7 +84,7 @@ def test_processors_act_in_the_order_of_registration() -> None:
 
 def test_many_rows_are_processed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the float32 copies stay small; each part has the columns of its own rows."""
-    monkeypatch.setattr(sampler_module, "EDITED_ROWS", 3)
+    monkeypatch.setattr(sampler_module, "EDITED_LINES", 3)
     shift = Shift()
     driver = Driver(with_processors(shift).engine())
     for i in range(8):

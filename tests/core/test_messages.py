@@ -22,6 +22,8 @@ from modelrunner.messages import (
     Ready,
     Refused,
     Report,
+    SentItem,
+    SentMedia,
     Sleep,
     Stop,
     TensorEntry,
@@ -33,9 +35,11 @@ from modelrunner.messages import (
     encode,
 )
 
+ITEM = SentItem("image", b"\0key", 2, {"grid": [1, 1, 2], "fps": 2.0}, 1)
 COMMANDS: list[Command] = [
     Greet(),
     Add(3, "a", [1, 2, 2**31 - 1], {"temperature": 0.5, "seed": -(2**63), "stop_token_ids": [1]}, -5, 12.5, "salt"),
+    Add(5, "b", [1, 330, 330], {}, media=SentMedia("/proc/1/fd/2", [TensorEntry("x", "uint8", [2], 0)], [ITEM], [[1, 2, 0, 0]])),
     Abort(3),
     Abort(3, "stop"),
     UpdateWeights(4, "/proc/1/fd/2", [TensorEntry("a.b", "bfloat16", [2, 3], 64), TensorEntry("c", "float32", [], 128)], "v2"),
@@ -46,7 +50,7 @@ COMMANDS: list[Command] = [
 ]
 REPORTS: list[Report] = [
     Hello(),
-    Ready(331, 256, ["a:b"], [("UserWarning", "text")]),
+    Ready(331, 256, ["a:b"], [("UserWarning", "text")], ("", "off", 64, "float32", 3)),
     Failed("EngineError", "why"),
     Turn(EngineStats()),
     Turn(

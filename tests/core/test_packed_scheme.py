@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from modelrunner import LLM, SamplingParams, packed_scheme
-from modelrunner.assemble import Chooser, resolve_ops, settle
+from modelrunner.assemble import resolve_ops, settle
 from modelrunner.checkpoint import ModelCard
+from modelrunner.choosing import Chooser
 from modelrunner.kernels.linear import fbgemm, onednn
 from modelrunner.kernels.linear.reference import int8_matmul, matmul
 from modelrunner.linear import Int8Scheme, Linear, LinearFactory, LinearScheme, PlainScheme, quantised_rows

@@ -7,10 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from modelrunner.caches import allocate_caches
 from modelrunner.errors import CapacityError
 from modelrunner.model_state import FullAttention, SlidingWindow
 from modelrunner.page_pool import GroupLayout, PagePool, page_layout
@@ -167,6 +169,26 @@ def test_groups_share_pages_of_equal_bytes() -> None:
     odd = FullAttention("odd", layers=(0, 1, 2), **SHAPE)
     assert [layout.tokens_per_page for layout in page_layout([odd, window], 16, 2)[1]] == [48, 16], "53 tokens fit; whole multiples of 16"
     assert page_layout([], 16, 2)[1] == []
+
+
+def test_riders_lie_behind_their_host() -> None:
+    """With their host's tokens a page, and nobody's bytes in anybody else's: pages filled through each view keep what the others wrote."""
+    full = FullAttention("full", layers=(0, 1), **SHAPE)
+    small = FullAttention("draft.full", layers=(0,), num_heads=6, num_kv_heads=3, head_dim=4, scale=1.0)
+    other = FullAttention("draft.other", layers=(0, 1, 2), num_heads=1, num_kv_heads=1, head_dim=2, scale=1.0)
+    window = SlidingWindow("window", layers=tuple(range(10)), window_size=8, **SHAPE)
+    page_bytes, layouts = page_layout([full, window], 16, 2, riders={"full": (small, other)})
+    assert [[group.name for group in layout.groups] for layout in layouts] == [["full", "draft.full", "draft.other"], ["window"]]
+    assert layouts[0].tokens_per_page % 16 == 0
+    assert layouts[1].tokens_per_page == 16
+    _, views = allocate_caches(layouts, 3, page_bytes, torch.bfloat16, torch.device("cpu"))
+    assert {views[name].shape[2] for name in ("full", "draft.full", "draft.other")} == {layouts[0].tokens_per_page}
+    for value, name in enumerate(("full", "draft.full", "draft.other")):
+        views[name].fill_(1.0 + value)
+        assert views[name].stride(0) * 2 == page_bytes
+        assert views[name].stride(0) % views[name].stride(2) == 0, "operations see pages as a whole number of tokens"
+    for value, name in enumerate(("full", "draft.full", "draft.other")):
+        assert (views[name] == 1.0 + value).all(), name
 
 
 @pytest.mark.parametrize(("tokens", "chunk", "most"), [(1, 8, 1), (8, 8, 2), (9, 8, 3), (100, 8, 5), (100, 1, 3), (0, 8, 1)])

@@ -95,3 +95,39 @@ def test_a_window_needs_only_its_last_pages(lost: tuple[int, ...], hit: int) -> 
 def test_a_model_without_a_cache_has_no_hits() -> None:
     cache = PrefixCache([], PagePool(2))
     assert cache.hit(PageKeys(b"root"), TOKENS) is cache.miss
+
+
+@pytest.mark.parametrize(("same", "length"), [(24, 20), (23, 20), (21, 20), (20, 16), (19, 16), (5, 4), (4, 0)])
+def test_a_page_of_a_shifted_cache_is_followed_by_the_same_token(same: int, length: int) -> None:
+    """Its last entry was made from the token behind it, so that belongs to the key."""
+    cache, _ = shifted_cache(TOKENS)
+    tokens = TOKENS.copy()
+    tokens[same:] += 100
+    hit = cache.hit(PageKeys(b"root", True), tokens)
+    assert hit.length == length
+    assert (TOKENS[: hit.length + 1] == tokens[: hit.length + 1]).all() or not hit.length
+
+
+def shifted_cache(*sequences: np.ndarray) -> tuple[PrefixCache, PagePool]:
+    """A cache with all pages of four tokens that the sequences can enter, each from pages of its own."""
+    pool = PagePool(64)
+    cache = PrefixCache([GroupLayout(FULL, 4)], pool)
+    for tokens in sequences:
+        keys = PageKeys(b"root", True)
+        count = keys.pages_of(tokens.size, 4)
+        cache.insert(0, keys.extend(tokens, 4, count), pool.alloc(count), 0, count)
+    return cache, pool
+
+
+def test_pages_of_a_shifted_cache_come_from_different_sequences() -> None:
+    """The page of the one that was there first must not serve the other, whose next token is another, though its own tokens are equal."""
+    first, second = TOKENS[:9].copy(), TOKENS[:21]
+    first[8] = 99
+    cache, pool = shifted_cache(first, second)
+    hit = cache.hit(PageKeys(b"root", True), TOKENS)
+    keys = PageKeys(b"root", True)
+    assert hit.length == 20
+    assert hit.pages[0].tolist() == [pool.find(0, key) for key in keys.extend(TOKENS, 4, 5)]
+    assert len({pool.find(0, PageKeys(b"root", True).extend(tokens, 4, 2)[1]) for tokens in (first, second)}) == 2
+    grown = PageKeys(b"root", True)
+    assert [grown.extend(TOKENS, 4, n)[n - 1] for n in range(1, 6)] == keys.extend(TOKENS, 4, 5)

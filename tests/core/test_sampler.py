@@ -262,7 +262,7 @@ def test_many_edited_rows_go_in_slices(sampler: Sampler, monkeypatch: pytest.Mon
     batch.columns = {**batch.columns, **stops, "known": known, "token_ids": torch.zeros(11, 20, dtype=torch.int32)}
     logits = torch.randn(11, VOCAB)
     whole = sampler.sample(logits, batch)
-    monkeypatch.setattr(sampler_module, "EDITED_ROWS", 4)
+    monkeypatch.setattr(sampler_module, "EDITED_LINES", 4)
     for got, want in zip(sampler.sample(logits, batch), whole, strict=True):
         assert torch.equal(got, want)
     banned = stops["stop_ids.seats"][:11]

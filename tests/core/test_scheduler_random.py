@@ -15,7 +15,7 @@ from modelrunner.request import Request
 
 
 @st.composite
-def worlds(draw: st.DrawFn) -> World:
+def worlds(draw: st.DrawFn, drafts: bool = False) -> World:
     size = draw(st.sampled_from([2, 3, 4]))
     groups = [GroupLayout(FULL, size)]
     if draw(st.booleans()):
@@ -26,9 +26,11 @@ def worlds(draw: st.DrawFn) -> World:
         "prefix_caching": draw(st.booleans()),
         "chunked_prefill": draw(st.booleans()),
     }
+    speculation = {"drafts": draw(st.integers(1, 4)), "off_above_rows": draw(st.sampled_from([None, None, 2]))} if drafts else {}
     return World(
-        groups, draw(st.integers(16, 40)), draw(st.integers(1, 4)), 32, draw(st.integers(1, 3)), draw(st.sampled_from([5, 16])), 2, options
-    )
+        groups, draw(st.integers(16, 40)), draw(st.integers(1, 4)), 32, draw(st.integers(1, 3)), draw(st.sampled_from([5, 16])), 2, options,
+        **speculation,
+    )  # fmt: skip
 
 
 ARRIVAL = st.tuples(st.just("add"), st.integers(1, 14), st.integers(0, 2), st.integers(1, 12), st.integers(0, 2), st.booleans())
@@ -44,7 +46,8 @@ class Player:
         self.aborted: dict[str, list[int]] = {}
 
     def add(self, length: int, seed: int, max_tokens: int, priority: int, stops: bool) -> None:
-        r = request(f"r{len(self.requests)}", prompt(14, seed)[:length], max_tokens, priority=priority, stop=(3, 7, 11) if stops else ())
+        stop, own = (3, 7, 11) if stops else (), (99, 99, 1, 0)[(length + max_tokens) % 4]  # drafts that the request lets be made
+        r = request(f"r{len(self.requests)}", prompt(14, seed)[:length], max_tokens, priority=priority, stop=stop, num_draft=own)
         try:
             self.world.scheduler.add(r)
         except RequestError:
@@ -91,6 +94,18 @@ class Player:
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(worlds(), st.lists(ARRIVAL | OTHER, min_size=15, max_size=60))
 def test_random_schedules_give_the_tokens_of_each_request_alone(world: World, events: list[tuple[Any, ...]]) -> None:
+    play(world, events)
+
+
+@settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
+@given(worlds(drafts=True), st.lists(ARRIVAL | OTHER, min_size=15, max_size=60))
+def test_random_schedules_with_drafts(world: World, events: list[tuple[Any, ...]]) -> None:
+    play(world, events)
+    stats = world.scheduler.stats
+    assert stats.num_accepted <= stats.num_drafted
+
+
+def play(world: World, events: list[tuple[Any, ...]]) -> None:
     player = Player(world)
     for event in events:
         player.play(*event)

@@ -494,7 +494,7 @@ def test_every_hook_that_takes_offers_can_be_pinned() -> None:
     from modelrunner.hookspecs import HookSpecs
 
     hooks = {name for name, member in vars(HookSpecs).items() if "Offer" in str(getattr(member, "__annotations__", {}).get("return", ""))}
-    assert len(hooks) == 9
+    assert len(hooks) == 10
     for hook in hooks:
         assert load({f"pin.{hook}": "x"}).pin.of(hook) == "x"
 

@@ -17,7 +17,7 @@ from modelrunner.page_pool import GroupLayout
 from modelrunner.request import Request, Status
 from modelrunner.steady import MOST_KEPT
 
-COUNTERS = ("known", "computed", "known_upper", "computed_upper", "last_ticket", "token_log")
+COUNTERS = ("known", "computed", "known_upper", "computed_upper", "known_lower", "last_ticket", "token_log", "num_drafted", "num_accepted")
 TABLES = ("pages", "used", "first", "indexed", "hashed")
 VOCABLESS = 10_000  # a stop id that no row samples
 
@@ -94,12 +94,37 @@ def test_books_and_plans_are_those_of_the_general_path(depth: int, looks: int) -
         expect(r)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-@given(st.data(), st.lists(ARRIVAL | OTHER, min_size=15, max_size=60))
-def test_random_schedules_are_planned_the_same(data: st.DataObject, events: list[tuple[Any, ...]]) -> None:
-    one = data.draw(worlds())
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("looks", [1, 3, 1000])
+def test_books_and_plans_with_drafts_are_those_of_the_general_path(depth: int, looks: int) -> None:
+    one, other = steady_world(depth=depth, drafts=2), general(steady_world(depth=depth, drafts=2))
+    one.checks = other.checks = False
+    requests = [submit(world, 6, tokens=100) for world in (one, other)]
+    (plans, quick), (want, slow) = spied(one), spied(other)
+    for step in range(45):
+        one.step(), other.step()
+        if step % looks == looks - 1:
+            same_books(one, other)
+    same_books(one, other)
+    assert len(quick) >= MOST_KEPT > len(slow) == 0
+    assert one.scheduler.stats.num_accepted > 100
+    one.finish(), other.finish()
+    assert [contents(plan) for plan in plans] == [contents(plan) for plan in want]
+    for r in requests[0]:
+        expect(r)
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.data(), st.booleans(), st.lists(ARRIVAL | OTHER, min_size=15, max_size=60))
+def test_random_schedules_are_planned_the_same(data: st.DataObject, drafts: bool, events: list[tuple[Any, ...]]) -> None:
+    one = data.draw(worlds(drafts))
     one.checks = False
-    other = general(World(one.groups, one.pages, one.max_rows, one.max_model_len, one.depth, one.budget, one.seats, one.options))
+    other = general(
+        World(
+            one.groups, one.pages, one.max_rows, one.max_model_len, one.depth, one.budget, one.seats, one.options,
+            drafts=one.drafts, off_above_rows=one.off_above_rows,
+        )
+    )  # fmt: skip
     players, plans = [Player(one), Player(other)], [spied(one)[0], spied(other)[0]]
     for event in events:
         for player in players:

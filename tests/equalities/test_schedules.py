@@ -1,11 +1,11 @@
-"""What must not change the tokens: depth, graphs, chunks, company, the prefix cache, preemption. 240 schedules on the deferred device.
+"""What must not change the tokens: depth, graphs, chunks, company, prefix cache, preemption, drafts. 280 schedules on the deferred device.
 
 Every run is also compared with the reference, request by request, and the engine's books are checked after each step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import pytest
@@ -13,7 +13,8 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from modelrunner import SamplingParams
-from modelrunner.testing import Driver, EngineProbe, P, assert_tokens, dense, ref
+from modelrunner.request import Request
+from modelrunner.testing import Driver, EngineProbe, P, ScriptDrafterPlugin, assert_tokens, dense, ref
 
 MAX_OUTPUT = 20
 LONGEST = 70  # tokens of a prompt
@@ -56,7 +57,8 @@ class Wish:
 
 @dataclass(frozen=True)
 class Schedule:
-    """preempt: (engine step, which of the requests that run then loses its row)."""
+    """preempt: (engine step, which of the requests that run then loses its row). drafts: tokens proposed a step, where some are; turns:
+    fewer of them after some steps; wrong: every so manieth is."""
 
     wishes: tuple[Wish, ...]
     page_size: int
@@ -66,6 +68,9 @@ class Schedule:
     mixed_tokens: int
     device_seed: int
     preempt: tuple[tuple[int, int], ...]
+    drafts: int
+    turns: tuple[int, ...]
+    wrong: int
 
 
 wishes = st.builds(
@@ -93,24 +98,53 @@ def schedules(draw: st.DrawFn) -> Schedule:
         mixed_tokens=draw(st.sampled_from([512, 512, 3, 11])),
         device_seed=draw(st.integers(0, 2**16)),
         preempt=tuple(draw(st.lists(st.tuples(st.integers(2, 20), st.integers(0, 4)), min_size=1, max_size=4))),
+        drafts=draw(st.integers(1, 4)),
+        turns=draw(st.sampled_from([(), (), (3, 0, 1)])),
+        wrong=draw(st.sampled_from([1, 2, 3, 5, 99])),
     )
+
+
+def script(wrong: int) -> Callable[[Request], list[int]]:
+    """A drafter's script: the reference output, of which every token that the number divides is another one."""
+
+    def propose(request: Request) -> list[int]:
+        params = request.params.model_copy(update={"max_tokens": MAX_OUTPUT, "stop_token_ids": ()})
+        output = ref(dense(), request.prompt_token_ids, params).token_ids
+        return [(token + 1) % 331 if place % wrong == 0 else token for place, token in enumerate(output, start=len(request.id))]
+
+    return propose
 
 
 @dataclass(frozen=True)
 class Run:
-    """outputs: ids and finish reason of each request. preemptions, cached_tokens: counted by the engine."""
+    """outputs: ids and finish reason of each request. preemptions, cached_tokens, drafted, accepted: counted by the engine."""
 
     outputs: Sequence[tuple[list[int], str]]
     preemptions: int
     cached_tokens: int
+    drafted: int
+    accepted: int
 
 
 def run(
-    schedule: Schedule, *, depth: int = 2, chunked: bool = True, prefix: bool = True, preempt: bool = False, graphs: bool = False
+    schedule: Schedule,
+    *,
+    depth: int = 2,
+    chunked: bool = True,
+    prefix: bool = True,
+    preempt: bool = False,
+    graphs: bool = False,
+    drafts: bool = False,
+    **load: int,
 ) -> Run:
-    """Run a schedule on the deferred device, freed pages poisoned, with the engine's books checked after each step and at the end."""
+    """Run a schedule on the deferred device, freed pages poisoned, with the engine's books checked after each step and at the end. load:
+    options by which how many drafts there are depends on how many requests decode."""
     tokens = schedule.tokens if chunked else 256
-    engine = dense().engine(
+    subject, speculation = dense(), {}
+    if drafts:
+        plugin = ScriptDrafterPlugin(script(schedule.wrong), schedule.turns)
+        subject, speculation = replace(subject, plugins=(*subject.plugins, plugin)), {"drafter": "script", "drafts": schedule.drafts} | load
+    engine = subject.engine(
         depth=depth,
         rows=schedule.rows,
         pages=schedule.pages,
@@ -122,6 +156,7 @@ def run(
         device="deferred_cpu",
         device_seed=schedule.device_seed,
         captures=graphs,
+        **speculation,
     )
     driver = Driver(engine)
     probe = EngineProbe(driver)
@@ -141,10 +176,11 @@ def run(
         driver.step()
         assert driver.steps < 3000, "the schedule does not end"
     outputs = [driver.result(str(number)) for number in range(len(schedule.wishes))]
-    counters = probe.counters()
+    counters, stats = probe.counters(), engine.scheduler.stats
     probe.assert_clean()
     engine.close()
-    return Run([(list(o.token_ids), str(o.finish_reason)) for o in outputs], counters.preemptions, counters.cached_tokens)
+    results = [(list(o.token_ids), str(o.finish_reason)) for o in outputs]
+    return Run(results, counters.preemptions, counters.cached_tokens, stats.num_drafted, stats.num_accepted)
 
 
 def assert_expected(schedule: Schedule, result: Run) -> None:
@@ -157,7 +193,7 @@ def assert_expected(schedule: Schedule, result: Run) -> None:
         assert aborted or not same or reason == want_reason
 
 
-EXAMPLES = 40  # of each of the six equalities
+EXAMPLES = 40  # of each of the seven equalities
 equality = settings(max_examples=EXAMPLES, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 pytestmark = pytest.mark.slow
 
@@ -221,9 +257,22 @@ def test_preempted_is_not(schedule: Schedule) -> None:
     assert_equal(schedule, calm, disturbed)
 
 
+@equality
+@given(schedules())
+def test_drafts_change_no_token(schedule: Schedule) -> None:
+    """Greedy and drawn tokens alike: a drawn one depends on its place, not on how many came in its step."""
+    plain, drafted = run(schedule, depth=1), run(schedule, depth=1, drafts=True)
+    event(f"accepted: {drafted.accepted > 0}, rejected: {drafted.drafted > drafted.accepted}")
+    assert_equal(schedule, plain, drafted)
+    assert_equal(schedule, plain, run(schedule, depth=2, drafts=True, preempt=True))
+    assert_equal(schedule, plain, run(schedule, depth=3, drafts=True, graphs=True, spare_tokens=12))
+    assert_equal(schedule, plain, run(schedule, depth=3, drafts=True, chunked=False, prefix=False, preempt=True, off_above_rows=2))
+
+
 def test_the_schedules_contain_what_they_are_about() -> None:
-    """A pass means nothing unless requests were preempted, aborted in mid-run, and found cached pages."""
-    seen = {"preempted": 0, "cached": 0, "aborted": 0}
+    """A pass means nothing unless requests were preempted, aborted in mid-run, found cached pages, and had drafts kept and
+    not kept."""
+    seen = {"preempted": 0, "cached": 0, "aborted": 0, "accepted": 0, "rejected": 0}
 
     @settings(max_examples=25, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
     @given(schedules())
@@ -231,6 +280,9 @@ def test_the_schedules_contain_what_they_are_about() -> None:
         result = run(schedule, preempt=True)
         seen["preempted"] += result.preemptions > 0
         seen["cached"] += result.cached_tokens > 0
+        drafted = run(schedule, drafts=True)
+        seen["accepted"] += drafted.accepted > 0
+        seen["rejected"] += drafted.drafted > drafted.accepted
         seen["aborted"] += any(reason == "abort" and ids for ids, reason in result.outputs)
 
     look()

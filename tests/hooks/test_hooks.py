@@ -201,6 +201,13 @@ def test_kernels(example: Callable[[str], ModuleType], plain: Any) -> None:
     assert [tuple(output.outputs[0].token_ids) for output in outputs] == plain
 
 
+def test_drafter(example: Callable[[str], ModuleType], plain: Any) -> None:
+    with llm(example("drafter"), speculation={"drafter": "last_token", "num_tokens": 2}) as engine:
+        outputs = engine.generate(PROMPTS, GREEDY)
+    assert [tuple(output.outputs[0].token_ids) for output in outputs] == plain
+    assert all(output.outputs[0].num_drafted >= 2 for output in outputs)
+
+
 def test_linear_scheme(example: Callable[[str], ModuleType]) -> None:
     import torch
 
@@ -286,7 +293,7 @@ def test_the_index_has_the_order_of_a_start() -> None:
         return hookimpl(implementation, specname=hook)
 
     spy = type("Spy", (), {hook: noting(hook) for hook in HOOKS})()
-    with llm(spy):
+    with llm(spy, speculation={"drafter": "ngram"}):
         pass
     order = list(dict.fromkeys(asked))
     assert order == [hook for hook in HOOKS if hook != "cli_commands"]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from types import ModuleType
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -57,19 +58,25 @@ def test_another_threads_launch_is_run(launches: list[tuple[bool, Any]]) -> None
     assert [warmup for warmup, _ in launches] == [False, True]
 
 
-def test_launchers_of_one_name_do_not_mix(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Python does, the one that is loaded again is the last of its name."""
-    shared = ModuleType("launcher")
+LAUNCHER = """
+#include <Python.h>
+static PyObject *launch(PyObject *self, PyObject *args) {{ return PyLong_FromLong({number}); }}
+static PyMethodDef methods[] = {{{{"launch", launch, METH_VARARGS, NULL}}, {{NULL, NULL, 0, NULL}}}};
+static struct PyModuleDef module = {{PyModuleDef_HEAD_INIT, "same_name", NULL, -1, methods}};
+PyMODINIT_FUNC PyInit_same_name(void) {{ return PyModule_Create(&module); }}
+"""
 
-    def load(name: str, path: str) -> ModuleType:
-        shared.launch = path  # type: ignore[attr-defined]
-        return shared
 
-    monkeypatch.setattr(build, "_load_module_from_path", load)
-    with built_ahead(torch.device("cpu")):
-        first, second = (build._load_module_from_path("launcher", path) for path in ("one", "two"))
-    assert (first.launch, second.launch, shared.launch) == ("one", "two", "two")
-    assert build._load_module_from_path is load
+@pytest.mark.parametrize("apart", [False, True])
+def test_launchers_loaded_again_stay_apart(apart: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two modules of one name, each loaded twice: without the guard, the first one is the second one afterwards."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    sources = [LAUNCHER.format(number=number) for number in (1, 2)]
+    with built_ahead(torch.device("cpu")) if apart else nullcontext():
+        first = [build.compile_module_from_src(source, "same_name") for source in sources]
+        again = [build.compile_module_from_src(source, "same_name") for source in sources]
+    assert [module.launch() for module in first] == [1, 2]
+    assert [module.launch() for module in again] == ([1, 2] if apart else [2, 2])
 
 
 def test_an_error_leaves_nothing_behind(launches: list[tuple[bool, Any]]) -> None:

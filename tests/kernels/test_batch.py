@@ -13,8 +13,9 @@ def int32(values: object) -> torch.Tensor:
     return torch.from_numpy(np.asarray(values, dtype=np.int32))
 
 
+@pytest.mark.parametrize("drafts", [False, True])
 @pytest.mark.parametrize("n", [1, 63, 500])
-def test_gather_rows(n: int, rng: np.random.Generator) -> None:
+def test_gather_rows(n: int, drafts: bool, rng: np.random.Generator) -> None:
     table_rows = n + 1
     known = rng.integers(1, 100, table_rows)
     computed = (known - rng.integers(0, 40, table_rows)).clip(0)
@@ -23,14 +24,14 @@ def test_gather_rows(n: int, rng: np.random.Generator) -> None:
     num_query, planned = rng.integers(0, 30, n), rng.integers(0, 3, n)
     out = [torch.full((n,), -9, dtype=torch.int32) for _ in range(3)]
     samples = torch.ones(n, dtype=torch.bool)
-    gather_rows(
-        int32(rows), int32(num_query), int32(planned), int32(computed), int32(known), int32(finished), int32(generation), *out, samples
-    )
+    num_drafts = rng.integers(0, 4, table_rows) if drafts else np.zeros(table_rows, np.int64)
+    inputs = (rows, num_query, planned, computed, known, finished, generation)
+    gather_rows(*map(int32, inputs), *out, samples, int32(num_drafts) if drafts else None)
     for i, row in enumerate(rows):
         alive = num_query[i] > 0 and not finished[row] and generation[row] == planned[i]
-        query = min(num_query[i], known[row] - computed[row]) if alive else 0
+        query = min(num_query[i], known[row] - computed[row] + num_drafts[row]) if alive else 0
         end = computed[row] + query
-        want = (query, computed[row], end, end == known[row]) if query > 0 else (0, 0, 0, False)
+        want = (query, computed[row], end, end >= known[row]) if query > 0 else (0, 0, 0, False)
         assert (*(int(o[i]) for o in out), bool(samples[i])) == want
 
 
@@ -47,13 +48,17 @@ def test_gather_tokens(n: int, padding: int, rng: np.random.Generator) -> None:
     total = int(start[-1]) + padding
     ids, positions, owner = (torch.full((total,), -9, dtype=torch.int64) for _ in range(3))
     valid, last = torch.ones(total, dtype=torch.bool), torch.full((n,), -9, dtype=torch.int64)
-    gather_tokens(int32(rows), int32(start), int32(query_len), int32(computed), int32(token_ids), ids, positions, owner, valid, last)
+    drafts = np.minimum(rng.integers(0, 3, n), (query_len - 1).clip(0))
+    known = np.zeros(n + 1, np.int64)
+    known[rows] = computed + query_len - drafts
+    inputs = (rows, start, query_len, computed, known, token_ids)
+    gather_tokens(*map(int32, inputs), ids, positions, owner, valid, last)
     want = {}
     for i in range(n):
         for j in range(query_len[i]):
             want[int(start[i]) + j] = (int(token_ids[rows[i], computed[i] + j]), int(computed[i] + j), i)
         if query_len[i]:
-            assert last[i] == start[i] + query_len[i] - 1
+            assert last[i] == start[i] + query_len[i] - drafts[i] - 1
     assert len(want) == query_len.sum() > 0
     for t in range(total):
         assert bool(valid[t]) == (t in want)

@@ -49,8 +49,9 @@ class World:
         self.plan = [int32(rows), int32(slots), int32(tenancy), int32(start)]
         finished = rng.random(lines) < 0.1
         self.columns = [int32(value) for value in (computed, known, finished, generation, rng.integers(0, 4, lines))]
-        self.token_ids = int32(rng.integers(0, 999, (lines, LONGEST + 1)))
-        self.tables = {page: int32(rng.integers(0, 9, (lines, -(-LONGEST // page)))) for page in (1, 7, 16)}
+        self.token_ids = int32(rng.integers(0, 999, (lines, LONGEST + 4)))
+        self.num_drafts = int32(rng.integers(0, 4, lines)) if n > 60 and (slots == 4).all() else None
+        self.tables = {page: int32(rng.integers(0, 9, (lines, -(-(LONGEST + 4) // page)))) for page in (1, 7, 16)}
 
     def step(self, function: Callable[..., Any], pages: tuple[int, ...]) -> list[Any]:
         """Everything that `gather_step` writes; of the block tables what is needed, the rest being -1."""
@@ -58,9 +59,9 @@ class World:
         tokens = [nan(self.tokens, dtype=dtype) for dtype in (*[torch.int64] * 3, torch.bool)]
         groups = []
         for page in pages:
-            table = torch.zeros(self.n, -(-LONGEST // page), dtype=torch.int32, device=DEVICE)
+            table = torch.zeros(self.n, -(-(LONGEST + 4) // page), dtype=torch.int32, device=DEVICE)
             groups.append((self.tables[page], page, table, nan(self.tokens, dtype=torch.int64)))
-        function(*self.plan, *self.columns, self.token_ids, *rows, *tokens, groups)
+        function(*self.plan, *self.columns, self.token_ids, *rows, *tokens, groups, self.num_drafts)
         needed = [(-(-rows[2] // page)).clamp(min=1).unsqueeze(1) for page in pages]
         kept = [
             torch.where(torch.arange(table.shape[1], device=DEVICE) < limit, table, -1)

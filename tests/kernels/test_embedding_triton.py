@@ -1,4 +1,4 @@
-"""The Triton embedding against its reference, bit for bit."""
+"""The Triton embeddings against their references, bit for bit."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from triton_world import DEVICE, DTYPES, agree, close, nan
 from modelrunner.kernels.embedding import reference
 from modelrunner.kernels.embedding.gpu import OVERRIDES
 
+REFERENCES = {name: getattr(reference, name) for name in OVERRIDES}
 
-def test_conformance_cases() -> None:
-    agree("embedding", OVERRIDES, {"embedding": reference.embedding})
+
+@pytest.mark.parametrize("op", OVERRIDES)
+def test_conformance_cases(op: str) -> None:
+    agree(op, OVERRIDES, REFERENCES)
 
 
 @pytest.mark.parametrize("width", [1, 576, 1024, 2560])
@@ -34,3 +37,13 @@ def test_a_weight_by_columns() -> None:
     ids, out = torch.tensor([3, 36], device=DEVICE), nan(2, 8)
     OVERRIDES["embedding"](ids, weight, out)
     close(out, weight[ids], "embedding")
+
+
+@pytest.mark.parametrize("op", ["place_media", "add_media"])
+def test_media_by_columns(op: str) -> None:
+    """Memory whose elements of a line do not lie side by side."""
+    arena, slots = torch.randn(8, 9, device=DEVICE).t(), torch.tensor([3, -1], dtype=torch.int32, device=DEVICE)
+    outs = [torch.ones(4, 2, device=DEVICE).t() for _ in range(2)]
+    for functions, out in zip((OVERRIDES, REFERENCES), outs, strict=True):
+        functions[op](out, arena, slots, *([4] if op == "add_media" else []))
+    close(*outs, op)

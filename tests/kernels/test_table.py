@@ -163,9 +163,12 @@ def test_records_go_round_the_ring() -> None:
         row, generation = torch.arange(rows, dtype=torch.int32) + step, torch.arange(rows, dtype=torch.int32) * 10
         num, finish = int32(0, 1, 2, 1, 0), int32(0, 0, 1, 2, 3)
         tokens = torch.arange(rows * 2).view(rows, 2) + 100 * step
-        write_record(ring, counter, row, generation, num, finish, tokens)
+        drafted = int32(1, 1, 0, 1, 0) if step % 2 else None
+        write_record(ring, counter, row, generation, num, finish, tokens, drafted)
         for i in range(rows):
             kept = [int(tokens[i, j]) if j < num[i] else -1 for j in range(2)]
-            want[step % entries, i] = int32(int(row[i]), int(generation[i]), int(num[i]), int(finish[i]), -1, *kept)
+            want[step % entries, i] = int32(
+                int(row[i]), int(generation[i]), int(num[i]), int(finish[i]), 0 if drafted is None else int(drafted[i]), *kept
+            )
         assert torch.equal(ring, want)
         assert counter.item() == step + 1

@@ -93,7 +93,8 @@ def finish(function: Callable[..., Any], arguments: Tensors, columns: Tensors, e
     ring = torch.full((entries, n + 3, record_words(width - 1)), -7, dtype=torch.int32, device=DEVICE)
     counter = torch.full((1,), at, dtype=torch.int64, device=DEVICE)
     generations = torch.arange(n, dtype=torch.int32, device=DEVICE)
-    codes = function(ring, counter, generations, *arguments.values(), *columns.values())
+    drafted = torch.arange(n, dtype=torch.int32, device=DEVICE) % width if width > 1 else None
+    codes = function(ring, counter, generations, *arguments.values(), *columns.values(), num_drafted=drafted)
     return codes, ring, counter, arguments, columns
 
 
@@ -120,7 +121,9 @@ def test_all_tokens_when_none_are_counted(draft: int, rng: np.random.Generator) 
         ring, counter = torch.full_like(want[1], -7), torch.full_like(want[2], 5)
         own = {name: value.clone() for name, value in columns.items()}
         generations = torch.arange(40, dtype=torch.int32, device=DEVICE)
-        codes = function(ring, counter, generations, *(arguments | {"num_tokens": None}).values(), *own.values())
+        drafted = torch.arange(40, dtype=torch.int32, device=DEVICE) % (1 + draft) if draft else None
+        values = (*(arguments | {"num_tokens": None}).values(), *own.values())
+        codes = function(ring, counter, generations, *values, num_drafted=drafted)
         close((codes, ring, counter, own), (*want[:3], want[4]), "update_state")
 
 
@@ -138,5 +141,6 @@ def test_strided_tokens(rng: np.random.Generator) -> None:
         own, kept = ({name: value.clone() for name, value in given.items()} for given in (arguments, columns))
         own["tokens"] = view
         generations = torch.arange(9, dtype=torch.int32, device=DEVICE)
-        codes = OVERRIDES["finish_step"](ring, counter, generations, *own.values(), *kept.values())
+        drafted = torch.arange(9, dtype=torch.int32, device=DEVICE) % 3
+        codes = OVERRIDES["finish_step"](ring, counter, generations, *own.values(), *kept.values(), num_drafted=drafted)
         close((codes, ring, counter, kept), (*want[:3], want[4]), "update_state")

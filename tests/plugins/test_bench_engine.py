@@ -53,6 +53,17 @@ def test_a_run_counts_what_the_engine_did(engine: Engine) -> None:
     assert drive.drive(engine, jobs, {"temperature": 0.6}).cached_tokens == 0, "a run does not find what an earlier one left"
 
 
+def test_a_run_says_what_became_of_drafts() -> None:
+    room = {"max_model_len": 96, "max_num_seqs": 8, "num_gpu_blocks_override": 64, "speculation": {"drafter": "ngram", "num_tokens": 2}}
+    drafting = Engine({"model": str(tiny_dense()), "skip_tokenizer_init": True, "plugin": {"ngram": {"min_size": 1}}, **room})
+    jobs = [Job(tuple([5, 6, 7] * 6), 40)] * 2
+    drafts = [drive.drive(drafting, jobs).drafts for _ in range(2)]
+    drafting.close()
+    assert drafts[0]["num_drafted"] == drafts[1]["num_drafted"] > 0, "each run counts its own"
+    assert drafts[0]["num_drafted"] >= drafts[0]["num_accepted"]
+    assert len(drafts[0]["acceptance_at"]) == 2
+
+
 def test_other_work_than_asked_is_no_result() -> None:
     with pytest.raises(ModelRunnerError, match=r"request 1 gave 3 tokens and asked for 2"):
         drive.require([Job((1,), 2), Job((1,), 2)], [2, 3])

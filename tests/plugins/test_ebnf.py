@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from grammar_world import TableGrammar
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_schemas import schema_of
 
 from modelrunner.automaton import TooLarge
 from modelrunner.grammar import GrammarBackend, Vocabulary
@@ -76,6 +78,8 @@ SCHEMAS: list[dict[str, Any]] = [
     },
     {"type": "array", "items": {"type": "integer"}, "maxItems": 3},
     {"type": "object", "properties": {"tags": {"type": "array", "items": {"type": "string"}}, "n": {"const": 'say "hi"'}}},
+    {"type": "object", "properties": {"id": {"type": "string", "pattern": r"^[A-Z]{2,5}(-|/)\d+( ?x)*$"}}, "required": ["id"]},
+    {"type": "string", "pattern": "[!-~]{1,4}"},
     {"anyOf": [{"type": "integer", "maximum": 20, "minimum": -3}, {"type": "string", "format": "date"}]},
 ]
 ASKED = [
@@ -106,6 +110,28 @@ def test_masks_are_those_of_the_library(asked: dict[str, Any], seed: int) -> Non
         assert theirs.accept(token)
 
 
+def test_random_schemas_become_automata_that_allow_the_same() -> None:
+    """Nested ones too, with patterns; along random documents, which satisfy them."""
+    jsonschema = pytest.importorskip("jsonschema")
+    rng = np.random.default_rng(1)
+    for schema in (schema_of(random.Random(i)) for i in range(100)):
+        params = StructuredOutputsParams(json=schema)
+        ours, theirs = TableGrammar(BACKEND.automaton(params, 2048), WORDS).matcher(), BACKEND.compile(params).matcher()
+        (mine, want), said = np.zeros((2, WORDS.words), np.int32), b""
+        while True:
+            ours.fill(mine)
+            theirs.fill(want)
+            assert (allowed(mine) == allowed(want)).all(), (schema, said)
+            ids = np.flatnonzero(allowed(mine)).tolist()
+            if ids == [EOS] or (EOS in ids and rng.random() < 0.5):
+                break
+            token = int(rng.choice([item for item in ids if item != EOS]))
+            assert ours.accept(token)
+            assert theirs.accept(token)
+            said += WORDS.tokens[token]
+        jsonschema.validate(json.loads(said, strict=False), schema)  # the library lets control characters into short texts
+
+
 @pytest.mark.parametrize("asked", ASKED[:3] + ASKED[-2:], ids=lambda asked: str(next(iter(asked.values())))[:40])
 def test_masks_are_those_of_walking_every_token(asked: dict[str, Any]) -> None:
     automaton = BACKEND.automaton(StructuredOutputsParams(**asked), 2048)
@@ -130,6 +156,7 @@ def test_masks_are_those_of_walking_every_token(asked: dict[str, Any]) -> None:
         ({"json": {"type": "object"}}, "calls itself before its end"),
         ({"json": {"type": "object", "properties": {"a": {"$ref": "#"}}}}, "calls itself before its end"),
         ({"grammar": 'root ::= "(" root ")" | "z"'}, "calls itself before its end"),
+        ({"json": {"type": "string", "pattern": r"^\S+$"}}, "letters of several bytes"),
         ({"regex": "(a|b)*a(a|b){14}"}, "more than 2048 states"),
         ({"json": {"type": "array", "items": {"type": "integer"}, "minItems": 10**9, "maxItems": 10**9}}, "more than 2048 states"),
     ],
@@ -140,7 +167,8 @@ def test_what_is_no_small_automaton_is_said(asked: dict[str, Any], says: str) ->
 
 
 def test_rules_that_are_not_known_are_refused() -> None:
-    for text in ('root ::= TagDispatch("a", b)', 'root ::= ("a" ? )', r'root ::= "\q"', "root ::= missing", "other ::= [a]"):
+    unknown = ('TagDispatch("a", b)', 'Regex("a", json_string=true)', 'Regex("a")', '("a" ? )', r'"\q"', "missing")
+    for text in (*(f"root ::= {body}" for body in unknown), "other ::= [a]"):
         with pytest.raises(NotRegular, match="known here"):
             automaton_of(text, 100)
     with pytest.raises(TooLarge):

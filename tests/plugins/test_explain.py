@@ -36,6 +36,14 @@ def test_every_question_has_a_winner_for_a_model_that_runs(capsys: pytest.Captur
     assert out.count("winner: ") == len(HOOKS)
 
 
+def test_a_drafter_is_asked_for_if_the_settings_name_one(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out = run(capsys, tiny_dense(), device="cpu", **{"speculation.drafter": "ngram"})
+    assert code == 0
+    asked = [line.split(" for ")[0] for line in out.splitlines() if " for " in line and not line.startswith(" ")]
+    assert asked == [*HOOKS[:6], "drafter", *HOOKS[6:]]
+    assert "winner: ngram of modelrunner:ngram" in out
+
+
 def test_who_loses_and_why_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     class Rival:
         @hookimpl

@@ -35,16 +35,19 @@ class FakeLLM:
 
     def __exit__(self, *_: object) -> None: ...
 
-    def generate(self, prompts: list[str], params: SamplingParams) -> list[RequestOutput]:
+    def generate(self, prompts: Any, params: SamplingParams) -> list[RequestOutput]:
         self.calls.append(("generate", prompts, params))
+        if isinstance(prompts, dict):
+            return [self.answer(prompts.get("prompt", "ids"))]
         return [self.answer(prompt if isinstance(prompt, str) else "ids") for prompt in prompts]
 
     def chat(self, messages: list[list[dict[str, str]]], params: SamplingParams) -> list[RequestOutput]:
         self.calls.append(("chat", messages, params))
-        return [self.answer(conversation[0]["content"]) for conversation in messages]
+        contents: list[Any] = [conversation[0]["content"] for conversation in messages]
+        return [self.answer(content if isinstance(content, str) else content[-1]["text"]) for content in contents]
 
     def answer(self, prompt: str) -> RequestOutput:
-        choice = CompletionOutput(0, prompt.upper(), [4, 5], self.reason)
+        choice = CompletionOutput(0, prompt.upper(), [4, 5], self.reason, num_drafted=6, num_accepted=1)
         return RequestOutput("0", prompt, [1, 2], [choice], True, RequestMetrics(0.0))
 
 
@@ -78,7 +81,8 @@ def test_several_prompts_are_labelled_and_in_order(
 def test_json_is_one_object_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--prompt", "é", "--prompt", "b\nc", "--json") == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert lines == [{"prompt_token_ids": [1, 2], "token_ids": [4, 5], "text": text, "finish_reason": "length"} for text in ("É", "B\nC")]
+    rest = {"finish_reason": "length", "num_drafted": 6, "num_accepted": 1}
+    assert lines == [{"prompt_token_ids": [1, 2], "token_ids": [4, 5], "text": text, **rest} for text in ("É", "B\nC")]
 
 
 def test_logprobs_are_shown_in_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -198,3 +202,32 @@ def test_text_that_standard_output_cannot_encode_is_escaped(monkeypatch: pytest.
 def test_an_output_that_ended_in_an_error_shows_in_the_status(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeLLM, "reason", "error")
     assert run("--prompt", "a") == 1
+
+
+def test_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a file each, in their order: beside the prompt, or as parts before the text of a conversation."""
+    files = [tmp_path / name for name in ("a.png", "b.png")]
+    for file in files:
+        file.write_bytes(file.name.encode())
+    options = [text for file in files for text in ("--image", str(file))]
+    assert run("--prompt", "what?", *options) == 0
+    assert FakeLLM.calls[-1][1] == {"prompt": "what?", "multi_modal_data": {"image": [b"a.png", b"b.png"]}}
+    assert run("--prompt-ids", "1,2", *options[:2]) == 0
+    assert FakeLLM.calls[-1][1] == {"prompt_token_ids": [1, 2], "multi_modal_data": {"image": [b"a.png"]}}
+    assert run("--prompt", "what?", "--chat", *options[:2]) == 0
+    parts = [{"type": "image", "image": b"a.png"}, {"type": "text", "text": "what?"}]
+    assert FakeLLM.calls[-1][1] == [[{"role": "user", "content": parts}]]
+    assert "WHAT?" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prompt", "a", "--prompt", "b", "--image", "x.png"], "--image with 2 prompts"),
+        (["--prompt", "a", "--image", "no/such.png"], "--image no/such.png: No such file"),
+    ],
+)
+def test_images_that_do_not_fit(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*arguments) != 0
+    assert message in capsys.readouterr().err
+    assert not FakeLLM.calls

@@ -41,7 +41,7 @@ def test_readers_of_a_folder(tmp_path, files, want):
         (tmp_path / file).write_bytes(b"GGUF")
     found, reasons = offers(checkpoints.checkpoint_readers(tmp_path))
     assert found == want
-    assert len(reasons) == 3 - len(want)
+    assert len(reasons) == 4 - len(want)
 
 
 def test_readers_of_a_file(tmp_path):
@@ -49,6 +49,15 @@ def test_readers_of_a_file(tmp_path):
     assert offers(checkpoints.checkpoint_readers(tmp_path / "renamed.bin"))[0] == {"gguf": "exact"}
     (tmp_path / "config.json").write_text("{}")
     assert offers(checkpoints.checkpoint_readers(tmp_path / "config.json"))[0] == {"safetensors": "family", "dummy": "fallback"}
+
+
+def test_torch_files_are_read_where_there_is_nothing_newer(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    assert offers(checkpoints.checkpoint_readers(tmp_path))[0] == {"torch": "family", "dummy": "fallback"}
+    assert "torch" in offers(checkpoints.checkpoint_readers(tmp_path / "pytorch_model.bin"))[0]
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    assert offers(checkpoints.checkpoint_readers(tmp_path))[0] == {"safetensors": "exact", "dummy": "fallback"}
 
 
 def test_sources(tmp_path):

@@ -17,7 +17,7 @@ import pytest
 from modelrunner import cli
 from modelrunner.plugins.commands.new_plugin import KINDS
 
-NAMES = {"model-state": "night-orchid", "logits-processor": "slow-fade", "observer": "tally", "tap": "soft-nudge"}
+NAMES = {"model-state": "night-orchid", "logits-processor": "slow-fade", "drafter": "old-habit", "observer": "tally", "tap": "soft-nudge"}
 
 
 def python(executable: Path | str, *arguments: str, cwd: Path) -> str:
@@ -74,14 +74,15 @@ def test_passes_its_own_tests(fresh: Path, packages: dict[str, Path], kind: str)
 
 def test_the_model_wins_and_runs(fresh: Path, tmp_path: Path) -> None:
     """Chosen for a checkpoint by its architecture, and run there with random weights; the observer speaks when it is asked to, and the
-    taps and the processor, too, act on a request that asks."""
+    taps and the processor, too, act on a request that asks, and the drafter on the others."""
     sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = {"architectures": ["NightOrchidForCausalLM"], "rms_norm_eps": 1e-5, "max_position_embeddings": 64, **sizes}
     (tmp_path / "config.json").write_text(json.dumps(config))
     run = "; ".join(
         [
             "from modelrunner import LLM, SamplingParams",
-            "llm = LLM('.', load_format='dummy', skip_tokenizer_init=True, cache={'num_pages': 32}, plugin={'tally': {'interval': 60}})",
+            "more = {'plugin': {'tally': {'interval': 60}}, 'speculation': {'drafter': 'old_habit'}}",
+            "llm = LLM('.', load_format='dummy', skip_tokenizer_init=True, cache={'num_pages': 32}, **more)",
             "asked = {'soft_nudge': [1.0] * 32, 'soft_nudge_read': True}",
             "fade = {'slow_fade': {'amount': 1e6}}",
             "greedy = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True, extra_args=asked, logits_processors=fade)",
@@ -89,6 +90,9 @@ def test_the_model_wins_and_runs(fresh: Path, tmp_path: Path) -> None:
             "assert len({1, 2, 3, *out.outputs[0].token_ids}) == 8",
             "print(len(out.outputs[0].token_ids), type(llm.engine.assembly.state).__name__)",
             "print(out.outputs[0].extra['soft_nudge_read'].shape)",
+            "biased = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True, logit_bias={7: 100.0})",
+            "(out,) = llm.generate([[1, 2, 3]], biased)",
+            "print(set(out.outputs[0].token_ids), llm.engine.scheduler.stats.num_accepted > 10)",
             "llm.close()",
         ]
     )
@@ -96,6 +100,7 @@ def test_the_model_wins_and_runs(fresh: Path, tmp_path: Path) -> None:
     assert "5 NightOrchidState" in out
     assert "tally: " in out
     assert "(5, 32)" in out
+    assert "{7} True" in out
 
 
 @pytest.mark.parametrize("kind", list(KINDS))

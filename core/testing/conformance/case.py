@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+import pytest
 import torch
 
 from modelrunner.model_state import ModelState
@@ -34,6 +35,7 @@ class StateCase:
     settings: ClassVar[Mapping[str, Any]] = {}
     page_size: ClassVar[int] = 4
     max_tokens: ClassVar[int] = 16
+    tokenizer: ClassVar[bool] = False
     tolerance: ClassVar[float] = 1e-4
 
     def tiny_config(self) -> Mapping[str, Any]:
@@ -44,6 +46,13 @@ class StateCase:
 
     def reference(self, folder: Path) -> Reference:
         return transformers_reference(folder)
+
+    @pytest.fixture
+    def synchronisation_is_an_error(self) -> Iterator[None]:
+        if not torch.cuda.is_available():
+            pytest.skip("needs an NVIDIA GPU")
+        yield
+        torch.cuda.set_sync_debug_mode("default")
 
     @property
     def lab(self) -> Lab:

@@ -182,6 +182,40 @@ class DeviceConformance:
             assert (self.words(back) == want).all(), "work read a pinned buffer before it was written, or after it was given back"
             device.release(given)
 
+    def test_side_work_runs_in_order_and_is_seen_by_later_steps(self) -> None:
+        """What is launched once an event is done sees what its work wrote, whatever the compute stream did meanwhile."""
+        device = self.make()
+        side, seen = (torch.zeros(SIZE, dtype=torch.int32, device=device.torch_device) for _ in range(2))
+        busy, back = torch.zeros_like(side), device.pinned(4 * SIZE)
+
+        def work(given: torch.Tensor) -> None:
+            side.mul_(3).add_(device.upload(given))
+
+        want = 0
+        for number in range(40):
+            device.launch(do(busy.add_, 1))
+            events = [device.launch_side(do(work, torch.full((SIZE,), number + i, dtype=torch.int32))) for i in range(2)]
+            want = ((want * 3 + number) * 3 + number + 1) % 2**32
+            events[1].wait()
+            assert events[0].done(), "side work did not run in order"
+            assert events[1].done(), "the event is waited for and not done"
+            device.launch(do(seen.copy_, side))
+            device.download(give(seen), back).wait()
+            got = back.array.view(np.uint32)
+            assert (got == want).all(), f"a step after side work {number} sees {got[:4]}; the work wrote {want}"
+
+    def test_side_work_that_raises_tells_who_asks_and_nobody_else(self) -> None:
+        device = self.make()
+        value, back = torch.zeros(4, dtype=torch.int32, device=device.torch_device), device.pinned(16)
+        event = device.launch_side(do(int, "planted"))
+        for ask in (event.wait, event.done, event.wait):
+            with pytest.raises(ValueError, match="planted"):
+                ask()
+        device.launch_side(do(value.add_, 1)).wait()
+        device.launch(do(value.add_, 1))
+        device.download(give(value), back).wait()
+        assert (self.words(back) == 2).all(), "work after one that raised did not run"
+
     def test_synchronize_waits_for_everything(self) -> None:
         device = self.make()
         value, buffer = torch.zeros(4, dtype=torch.int32, device=device.torch_device), device.pinned(16)

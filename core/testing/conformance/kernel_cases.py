@@ -15,7 +15,9 @@ import torch
 from modelrunner.testing.conformance.automata_cases import AUTOMATA_CASES
 from modelrunner.testing.conformance.logits_cases import LOGITS_CASES
 from modelrunner.testing.conformance.logprobs_cases import LOGPROBS_CASES
+from modelrunner.testing.conformance.speculation_cases import SPECULATION_CASES
 from modelrunner.testing.conformance.step_cases import DIM, STEP_CASES, VOCAB
+from modelrunner.testing.conformance.verification_cases import VERIFICATION_CASES
 
 Case = Callable[..., Any]
 
@@ -95,6 +97,37 @@ def embedding(ops: Any, draw: Draw, tokens: int) -> Any:
     ops.embedding(ids, weight, out[:tokens])
     ops.embedding(ids, weight, wide[:tokens])
     return out, wide
+
+
+def arena_of(draw: Draw, tokens: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """An arena of media, NaN in the lines that nobody may read, and a line for about half of the tokens."""
+    slots = torch.where(draw.uniform(tokens) > 0.5, draw.integers(0, 50, tokens, dtype=torch.int32), -1)
+    arena = draw.noise(50, width)
+    unread = torch.ones(50, dtype=torch.bool, device=draw.device).index_fill_(0, slots[slots >= 0].long(), False)
+    return arena.masked_fill_(unread[:, None], torch.nan), slots
+
+
+def place_media(ops: Any, draw: Draw, tokens: int, width: int) -> Any:
+    arena, slots = arena_of(draw, tokens, 3 * width)
+    out = draw.noise(tokens + 2, width)
+    ops.place_media(out[:tokens], arena, slots)
+    return out
+
+
+def add_media(ops: Any, draw: Draw, tokens: int, width: int) -> Any:
+    arena, slots = arena_of(draw, tokens, 3 * width)
+    out = draw.noise(tokens + 2, width)
+    ops.add_media(out[:tokens], arena, slots, 2 * width)
+    return out
+
+
+def media_positions(ops: Any, draw: Draw, tokens: int, lines: int) -> Any:
+    given = draw.integers(-9, 9, lines, tokens + 5, dtype=torch.int32)
+    positions = draw.integers(0, 2**40, tokens) * (draw.uniform(tokens) > 0.3)
+    token_row, rows = draw.integers(0, 3, tokens), torch.tensor([4, 0, 2], dtype=torch.int32, device=draw.device)
+    delta, out = draw.integers(-99, 9, 5, dtype=torch.int32), draw.unwritten(lines, tokens + 5, dtype=torch.int64)
+    ops.media_positions(given[:, :tokens], positions, token_row, rows, delta, out[:, :tokens])
+    return out
 
 
 def matmul(ops: Any, draw: Draw, rows: int, inner: int, outer: int) -> Any:
@@ -195,6 +228,9 @@ CASES: dict[str, tuple[Case, Sequence[tuple[Any, ...]]]] = {
     "add_rms_norm": (add_rms_norm, PAIRS),
     "apply_rope": (apply_rope, ((1, DIM), (63, DIM), (9, 8))),
     "embedding": (embedding, ((1,), (63,), (500,))),
+    "place_media": (place_media, ((1, 24), (63, 1), (500, 1030))),
+    "add_media": (add_media, ((1, 24), (63, 1), (500, 1030))),
+    "media_positions": (media_positions, ((1, 1), (63, 3), (500, 3))),
     "matmul": (matmul, PRODUCTS),
     "int8_matmul": (int8_matmul, PRODUCTS),
     "norm_matmul": (norm_matmul, PRODUCTS),
@@ -208,5 +244,7 @@ CASES: dict[str, tuple[Case, Sequence[tuple[Any, ...]]]] = {
     **AUTOMATA_CASES,
     **LOGITS_CASES,
     **LOGPROBS_CASES,
+    **SPECULATION_CASES,
     **STEP_CASES,
+    **VERIFICATION_CASES,
 }

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from modelrunner.assemble import Chooser, open_checkpoint
+from modelrunner.choosing import Chooser, open_checkpoint
 from modelrunner.hookspecs import hookimpl
 from modelrunner.model_state import ModelState, No, Yes
 from modelrunner.offers import Offer
@@ -109,7 +109,7 @@ class Lab:
     def settings(self, more: Mapping[str, Any] | None = None, seed: int = 0, **short: Any) -> dict[str, Any]:
         """Settings of an engine on the checkpoint. more: dotted names. short: see `modelrunner.testing.options`."""
         short = {"page_size": self.case.page_size, "rows": 4, "pages": 256, "tokens": 512} | short
-        model = {"name": str(self.checkpoint(seed)), "skip_tokenizer_init": True}
+        model = {"name": str(self.checkpoint(seed)), "skip_tokenizer_init": not self.case.tokenizer}
         name = self.case.model_state if isinstance(self.case.model_state, str) else "conformance"
         pinned = {"pin.model_state": name, "model.dtype": "float32"}
         return {"model": model} | options(**short) | pinned | dict(self.case.settings) | dict(more or {})
@@ -134,7 +134,7 @@ class Lab:
     def run(
         self,
         engine: Engine,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[Sequence[int] | Mapping[str, Any]],
         probe: Callable[[Driver, EngineProbe], None] | None = None,
         max_tokens: int | None = None,
     ) -> list[list[int]]:

@@ -55,10 +55,11 @@ def count_tokens(ops: Any, draw: Any, rows: int, vocab: int) -> Any:
     return *first, counts, counted
 
 
-def edit_logits(ops: Any, draw: Any, rows: int, vocab: int, parts: str) -> Any:
-    """parts: a letter for each of allow list, bias, stop ids, bad words, penalties and masks of automata."""
+def edit_logits(ops: Any, draw: Any, rows: int, vocab: int, parts: str, slots: int = 1) -> Any:
+    """parts: a letter for each of allow list, bias, stop ids, bad words, penalties and masks of automata. slots: lines of a row, each with
+    one draft more."""
     table = Table.made(draw, rows, vocab)
-    logits = draw.noise(rows, vocab + 3)[:, :vocab]
+    logits = draw.noise(rows * slots, vocab + 3)[:, :vocab]
     kept, lines = logits.clone(), table.known.shape[0]
     places = torch.argsort(torch.rand(table.num_seats + 1, max(vocab, ENTRIES), generator=draw.generator), 1)[:, :ENTRIES]
     ids = torch.where(places < vocab, places, -1).to(draw.device, torch.int32)  # each at most once in a line
@@ -66,6 +67,8 @@ def edit_logits(ops: Any, draw: Any, rows: int, vocab: int, parts: str) -> Any:
     values = (draw.uniform(table.num_seats + 1, ENTRIES) * 8 - 4).view(torch.int32)
     words = table.lists(draw, vocab, WORDS, WORD_TOKENS)
     _lead(words, table)
+    for line, known in enumerate(table.known.tolist()):  # drafts, of which the last one may be another sequence's beginning, or repeat
+        table.token_ids[line, known : known + slots - 1] = table.token_ids[line, known - 1]
     counts = draw.integers(0, 9, table.num_seats + 1, vocab, dtype=torch.int32)
     counts[-1] = 0
     factors = (0.5 + draw.uniform(lines), 2 * draw.uniform(lines) - 1, 2 * draw.uniform(lines) - 1)
@@ -78,7 +81,9 @@ def edit_logits(ops: Any, draw: Any, rows: int, vocab: int, parts: str) -> Any:
         "m": states_of(draw, lines, vocab),
     }
     chosen = [value if name in parts else None for name, value in given.items()]
-    edited = ops.edit_logits(logits, table.own, table.known, table.prompt_len, table.token_ids, *chosen)
+    rows_of_lines = table.own.repeat_interleave(slots)
+    ahead = [] if slots == 1 else [torch.arange(slots, dtype=torch.int32, device=draw.device).repeat(rows)]
+    edited = ops.edit_logits(logits, rows_of_lines, table.known, table.prompt_len, table.token_ids, *chosen, *ahead)
     return edited, logits - kept
 
 
@@ -112,6 +117,12 @@ SIZES = ((1, 5), (5, 70), (4, 4100))
 PARTS = ("abswp", "a", "b", "s", "w", "p", "bp", "m", "abswpm")
 LOGITS_CASES: dict[str, tuple[Any, Any]] = {
     "count_tokens": (count_tokens, SIZES),
-    "edit_logits": (edit_logits, tuple((*size, parts) for size in SIZES[1:] for parts in PARTS)),
+    "edit_logits": (
+        edit_logits,
+        (
+            *((*size, parts) for size in SIZES[1:] for parts in PARTS),
+            *((5, 70, parts, 3) for parts in ("abswp", "a", "p", "bp", "abswpm")),
+        ),
+    ),
     "mask_logits": (mask_logits, tuple((*size, parts) for size in SIZES for parts in ("a", "m", "am"))),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
@@ -10,11 +11,12 @@ import torch
 
 from modelrunner.batch import Batch
 from modelrunner.errors import RequestError
-from modelrunner.request import SamplingParams
+from modelrunner.request import Request, SamplingParams
 from modelrunner.sampler import Processors
 from modelrunner.testing.drive import Driver
 from modelrunner.testing.probe import EngineProbe
 from modelrunner.testing.prompts import P
+from modelrunner.testing.script_drafter import DRAFTER_NAME, ScriptDrafterPlugin
 from modelrunner.testing.subjects import Subject, dense
 
 TOKENS = 24
@@ -25,6 +27,7 @@ SCHEDULES: Mapping[str, Mapping[str, Any]] = {
     "chunks": {"tokens": 13},
     "deferred": {"depth": 3, "device": "deferred_cpu", "device_seed": 1},
     "graphs": {"device": "deferred_cpu", "captures": True, "device_seed": 2},
+    "drafts": {"drafter": DRAFTER_NAME, "drafts": 3},
 }
 Seen = Callable[[torch.Tensor, torch.Tensor, Batch], None]
 
@@ -96,6 +99,25 @@ class LogitsProcessorConformance:
         found: list[list[int]] = vars(cls)["_alone"]
         return found
 
+    def drafted(self, subject: Subject) -> Subject:
+        """The subject with a drafter of which two drafts of three are right, for the schedule that uses it."""
+        found = {tuple(prompt): output for (prompt, _), output in zip(self.requests(), self.alone(), strict=True)}
+
+        def script(request: Request) -> list[int]:
+            output = found[tuple(request.prompt_token_ids)]
+            return [token if place % 3 else (token + 1) % 331 for place, token in enumerate(output)]
+
+        return replace(subject, plugins=(*subject.plugins, ScriptDrafterPlugin(script)))
+
+    def assert_drafted(self, driver: Driver) -> None:
+        """Rows that ask had drafts if the processor allows them, and others had some."""
+        names = {name for name, (_, params) in enumerate(self.requests()) if params.logits_processors}
+        finals = [driver.final(str(name)) for name in range(len(self.requests()))]
+        asking = sum(choice.num_drafted for name in names for choice in finals[name].outputs)
+        allowed = self.stage(driver).processors[self.processor].drafts
+        assert bool(asking) is allowed, f"drafts is {allowed}, and rows that ask had {asking} drafts"
+        assert driver.engine.scheduler.stats.num_accepted > 0
+
     def stage(self, driver: Driver) -> Processors:
         (stage,) = (stage for stage in driver.engine.assembly.sampler.stages if isinstance(stage, Processors))
         return stage
@@ -163,8 +185,10 @@ class LogitsProcessorConformance:
     @pytest.mark.parametrize("schedule", list(SCHEDULES))
     def test_tokens_do_not_depend_on_the_schedule(self, schedule: str) -> None:
         """Alone or in a batch, in rows that others had, with steps in flight, in chunks, in graphs if it may."""
-        driver = Driver(self.subject().engine(**SCHEDULES[schedule]))
+        driver = Driver(self.drafted(self.subject()).engine(**SCHEDULES[schedule]))
         assert self.tokens(driver, self.requests()) == self.alone()
+        if schedule == "drafts":
+            self.assert_drafted(driver)
         if schedule == "graphs":
             stage = self.stage(driver)
             captured = any(stage.bits[self.processor] & key.features for key in driver.engine.runner.graphs.captured)

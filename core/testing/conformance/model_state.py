@@ -69,8 +69,9 @@ class ModelStateConformance(MatchesReference, KeepsItsPromises):
 
     model_state: as above. A class is offered by a plugin of the suite's own for every checkpoint.
     plugins: more plugin objects or module names, as for `Engine`. settings: more settings, by dotted names.
-    page_size (4): tokens a page. max_tokens (16): output tokens of a request. The context must hold three pages of the group with the most
-    tokens a page, and these. tolerance (1e-4): relative and absolute, of logits in float32.
+    tokenizer (False): whether engines have the one that a plugin offers. page_size (4): tokens a page. max_tokens (16): output tokens of
+    a request. The context must hold three pages of the group with the most tokens a page, and these. tolerance (1e-4): relative and
+    absolute, of logits in float32.
 
     What fails says which promise was broken. Tests of a feature that `supports` refuses test the refusal instead.
     """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -184,13 +183,6 @@ class KeepsItsPromises(StateCase):
         engine = self.lab.engine(depth=1, tokens=self.small_step)
         forbid_values(engine)
         self.lab.assert_plain(self.lab.prompts, self.lab.run(engine, self.lab.prompts))
-
-    @pytest.fixture
-    def synchronisation_is_an_error(self) -> Iterator[None]:
-        if not torch.cuda.is_available():
-            pytest.skip("needs an NVIDIA GPU")
-        yield
-        torch.cuda.set_sync_debug_mode("default")
 
     def test_steps_do_not_synchronise_on_a_gpu(self, synchronisation_is_an_error: None) -> None:
         """The tokens of the CPU, without a wait inside a step (waiting for an earlier step's results is not counted)."""

@@ -105,7 +105,7 @@ def gather(ops: Any, draw: Draw, step: Step) -> dict[str, torch.Tensor]:
     tokens = {name: draw.unwritten(t, dtype=torch.int64) for name in ("input_ids", "positions", "token_row")}
     tokens["token_valid"] = torch.zeros(t, dtype=torch.bool, device=draw.device)
     tokens["sample_index"] = draw.unwritten(n, dtype=torch.int64)
-    ops.gather_tokens(step.rows, step.query_start, out["query_len"], out["computed"], c["token_ids"], *tokens.values())
+    ops.gather_tokens(step.rows, step.query_start, out["query_len"], out["computed"], c["known"], c["token_ids"], *tokens.values())
     return out | tokens
 
 
@@ -293,6 +293,14 @@ def rotated(index: Any, operation: Any, draw: Draw, size: Size, rotary: int, nor
     return *made.compared(out), made.fused - kept
 
 
+def segment_attention(ops: Any, draw: Draw, dim: int, lengths: tuple[int, ...]) -> Any:
+    """Queries, keys and values as an encoder has them: slices of one tensor."""
+    q, k, v = draw.noise(sum(lengths), 3, HEADS, dim).unbind(1)
+    starts = torch.tensor([sum(lengths[:i]) for i in range(len(lengths) + 1)], dtype=torch.int32, device=draw.device)
+    out = ops.segment_attention(q, k, v, starts, lengths, scale=0.3)
+    return out, out.isfinite().all()
+
+
 def write_cache(ops: Any, draw: Draw, size: Size) -> Any:
     made = Paged(draw, size)
     ops.write_cache(made.cache, made.k, made.v, made.slots)
@@ -327,6 +335,7 @@ STEP_CASES: dict[str, tuple[Any, Any]] = {
     "write_cache": (write_cache, STEPS),
     "gather_pages": (gather_pages, STEPS),
     "paged_attention": (paged_attention, STEPS),
+    "segment_attention": (segment_attention, ((16, (5,)), (80, (64, 64, 32, 64, 1)), (20, (7, 7, 3)))),
     "attention_index": (indexed_attention, STEPS),
     "indexed_write": (indexed_attention, STEPS),
     "indexed_attention": (indexed_attention, STEPS),

@@ -63,8 +63,8 @@ class TouchCheck:
         self._columns = {name: column.clone() for name, column in batch.columns.items()}
         self._before(batch)
 
-    def _leave(self, *arguments: Any) -> torch.Tensor:
-        out = self._forward(*arguments)
+    def _leave(self, *arguments: Any, **media: Any) -> torch.Tensor:
+        out = self._forward(*arguments, **media)
         batch = self._batch
         assert batch is not None, "forward was called before before_forward"
         assert out[batch.token_valid].isfinite().all(), "forward gives NaN: something is read that nobody has written"

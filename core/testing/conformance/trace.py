@@ -38,10 +38,12 @@ class StepTrace:
         self._batch, self._positions = batch, batch.positions.clone()
         self._embed(batch, out)
 
-    def _listen_forward(self, hidden: torch.Tensor, positions: torch.Tensor, attention: Any, caches: Any, tap: Tap) -> torch.Tensor:
+    def _listen_forward(
+        self, hidden: torch.Tensor, positions: torch.Tensor, attention: Any, caches: Any, tap: Tap, **media: Any
+    ) -> torch.Tensor:
         batch = self._batch
         assert batch is not None, "forward was called before embed"
-        out = self._forward(hidden, positions, attention, caches, self.tap or tap)
+        out = self._forward(hidden, positions, attention, caches, self.tap or tap, **media)
         self.shapes.add((hidden.shape, out.shape))
         logits = self.state.logits(out)
         self.dtypes.add(logits.dtype)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 READERS = ("_local_scalar_dense", "equal", "is_nonzero")
 SHAPED_BY_DATA = ("nonzero", "masked_select", "unique_consecutive", "_unique", "_unique2", "unique_dim", "bincount")
 HOST_COPIES = ("tolist", "numpy", "cpu", "__array__")
-DEVICE_METHODS = ("before_forward", "embed", "positions", "forward", "logits")
+DEVICE_METHODS = ("before_forward", "embed", "positions", "forward", "logits", "encode")
 
 
 class ValueAsked(AssertionError):
@@ -69,16 +69,18 @@ def no_host_copies() -> Iterator[None]:
                 setattr(torch.Tensor, name, own)
 
 
+def guarded(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The method, which raises ValueAsked where a GPU would make the host wait."""
+
+    def run(*arguments: Any, **options: Any) -> Any:
+        with no_host_copies(), NoValues():  # type: ignore[no-untyped-call]
+            return method(*arguments, **options)
+
+    return run
+
+
 def forbid_values(engine: Engine) -> None:
     """From now on the device methods of the engine's ModelState raise ValueAsked where a GPU would make the host wait."""
     state = engine.assembly.state
-
-    def guarded(method: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*arguments: Any) -> Any:
-            with no_host_copies(), NoValues():  # type: ignore[no-untyped-call]
-                return method(*arguments)
-
-        return run
-
     for name in DEVICE_METHODS:
         setattr(state, name, guarded(getattr(state, name)))

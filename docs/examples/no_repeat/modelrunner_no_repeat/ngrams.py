@@ -18,6 +18,7 @@ class NoRepeat(LogitsProcessor):
     """Bans each token that stood, earlier in the request, after the `size` - 1 tokens that the request ends with now."""
 
     name = "no_repeat"
+    drafts = True  # what is banned follows from the known tokens
 
     def __init__(self, max_size: int) -> None:
         self.max_size = max_size

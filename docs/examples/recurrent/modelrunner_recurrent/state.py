@@ -94,7 +94,10 @@ class RecurrentExample(ModelState):
         return Needs((self.full, self.recurrent), self.hidden, self.vocab, self.rope.max_length, tap_points=taps)
 
     def supports(self, feature: str) -> Yes | No:
-        known = ("prefix_cache", "chunked_prefill", "prompt_logprobs", "graphs", "taps")
+        most = self.settings.speculation.num_tokens
+        if feature == "speculation" and most >= REPLAY:
+            return No(f"a page replays {REPLAY} tokens, the newest one included, and speculation.num_tokens is {most}")
+        known = ("prefix_cache", "chunked_prefill", "speculation", "prompt_logprobs", "graphs", "taps")
         return Yes() if feature in known else No(f"the example knows nothing of {feature!r}")
 
     def weight_map(self, card: ModelCard) -> WeightMap:

@@ -1,0 +1,27 @@
+"""EAGLE-3 heads: a decoder layer on hidden states of three of the target's layers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from modelrunner.hookspecs import hookimpl
+from modelrunner.offers import Decline, Offer
+
+if TYPE_CHECKING:
+    from modelrunner.checkpoint import ModelCard
+    from modelrunner.speculation import Drafter
+
+MODELRUNNER_API = ">=1.6,<2"
+
+
+@hookimpl
+def drafter(card: ModelCard | None) -> Offer[type[Drafter]] | Decline:
+    if card is None:
+        return Decline("an EAGLE-3 head has weights: name their folder or hub id in speculation.model")
+    return Offer("eagle3", load, "exact", f"reads the weights of {card.name}")
+
+
+def load() -> type[Drafter]:
+    from modelrunner.model_states.eagle3.state import Eagle3Drafter
+
+    return Eagle3Drafter

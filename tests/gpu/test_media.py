@@ -1,0 +1,111 @@
+"""Images on a GPU: the tokens of plain torch, encoded beside the steps without waiting; and prompts of embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from mm_world import GREEDY, Made, assert_expected, made, prepared
+from safetensors.torch import load_file
+from tiny_mm import embeddings_of, mm
+
+from modelrunner import Engine
+from modelrunner.testing import Driver, EngineProbe, P, dense, options, ref
+from modelrunner.testing.reference import assert_tokens
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+
+SIZES: Any = ((4, 6), (8, 4), (1, 7), (6, 6))
+
+
+def start(dtype: str = "float32", eager: bool = False, arena: int = 64, **short: Any) -> Driver:
+    subject = mm()
+    settings = options(device="cuda", **short) | {"graphs": {"eager": eager}, "media": {"arena_tokens": arena}}
+    return Driver(Engine({"model": {"name": subject.model, "dtype": dtype}} | settings, plugins=subject.plugins))
+
+
+def requests() -> list[Made]:
+    return [made((5 + i, SIZES[i % 4], 3, SIZES[(i + 1) % 4], 4 + i), i) for i in range(6)] + [made((40,), 9)]
+
+
+def run(driver: Driver) -> None:
+    for number, one in enumerate(requests()):
+        driver.engine.add_request(str(number), prepared(driver, one), GREEDY)
+        driver.outputs[str(number)] = []
+    driver.finish()
+
+
+@pytest.mark.parametrize(("tokens", "depth", "eager"), [(16, 2, False), (64, 3, False), (512, 2, False), (33, 1, True)])
+def test_tokens_are_those_of_plain_torch(tokens: int, depth: int, eager: bool) -> None:
+    driver = start(tokens=tokens, depth=depth, eager=eager)
+    run(driver)
+    for number, one in enumerate(requests()):
+        assert_expected(one, driver.result(str(number)))
+    EngineProbe(driver).assert_clean()
+
+
+def test_the_arena_holds_what_plain_torch_encodes() -> None:
+    driver = start(arena=64)
+    one = made((5, (4, 6), 7))
+    driver.engine.add_request("a", prepared(driver, one), GREEDY)
+    driver.outputs["a"] = []
+    driver.finish()
+    assert driver.engine.media.num_encoded == 1
+    media: Any = driver.engine.media
+    (entry,) = media.arena._entries.values()
+    lines = driver.engine.assembly.media.encoder.arena[torch.from_numpy(entry.lines).long().cuda()].cpu()  # type: ignore[union-attr]
+    torch.testing.assert_close(lines, embeddings_of(one.pictures[0]), rtol=1e-4, atol=1e-4)
+
+
+@pytest.fixture
+def no_waiting() -> Iterator[None]:
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_nothing_waits(no_waiting: None, dtype: str) -> None:
+    """In the loop and in the thread beside it, from the first image on, with an arena that is too small for all of them."""
+    driver = start(dtype, tokens=64)
+    for number, one in enumerate(requests()):
+        driver.engine.add_request(str(number), prepared(driver, one), GREEDY)
+        driver.outputs[str(number)] = []
+    torch.cuda.set_sync_debug_mode("error")
+    driver.finish()
+    torch.cuda.set_sync_debug_mode("default")
+    assert all(driver.result(str(number)).finish_reason == "length" for number in range(7))
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_prompt_embeddings_give_what_the_ids_give(eager: bool) -> None:
+    subject = dense()
+    table = load_file(Path(subject.model) / "model.safetensors")["model.embed_tokens.weight"]
+    settings = options(device="cuda", tokens=32) | {"graphs": {"eager": eager}, "media": {"prompt_embeds": True, "arena_tokens": 200}}
+    driver = Driver(Engine({"model": {"name": subject.model, "dtype": "float32"}} | settings, plugins=subject.plugins))
+    for number in range(4):
+        driver.add(str(number), {"prompt_embeds": table[P(20 + 40 * number, number)]}, GREEDY)
+    driver.finish()
+    for number in range(4):
+        prompt = P(20 + 40 * number, number)
+        want = ref(subject, prompt, GREEDY)
+        assert_tokens(subject, prompt, driver.result(str(number)).token_ids, want.token_ids, greedy=True)
+    EngineProbe(driver).assert_clean()
+
+
+def test_a_large_upload_goes_in_pieces() -> None:
+    """More than the pinned memory at a time, of any type and alignment."""
+    driver = start()
+    device: Any = driver.engine.assembly.device
+    given = [torch.randint(0, 256, (19_999_999,), dtype=torch.uint8), torch.randn(5, 7).to(torch.bfloat16), torch.empty(0, 3)]
+    found: list[torch.Tensor] = []
+    device.launch_side(lambda: found.extend(device.upload(each) for each in given)).wait()
+    for one, other in zip(given, found, strict=True):
+        assert torch.equal(one, other.cpu())
+    failing = device.launch_side(lambda: np.zeros(3)[5])
+    with pytest.raises(IndexError):
+        failing.wait()
+    assert device.launch_side(lambda: None).wait() is None
