@@ -1,7 +1,7 @@
 """The runner: launch a planned step, collect its results. It holds what every model shares and nothing else.
 
 `launch` packs what is new in the plan into a pinned buffer, hands the device one closure and one copy on the side stream, and returns. The
-closure is the step, or the graph of one; what it does on the device is in `modelrunner.device_step`.
+closure is the step, or the graph of one; what it does on the device is in `modelrunner.step_work`.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from modelrunner import blank_plans
 from modelrunner.attention import AttentionBackend
 from modelrunner.batch import EDITED, EMPTY_PATCH, LOGGED, Feature, Outcome, Plan, Record, Ticket, record_words
 from modelrunner.device import Event
-from modelrunner.device_step import DeviceStep
 from modelrunner.errors import EngineError, PluginError
 from modelrunner.graphs import CAPTURED, DraftKinds, GraphReport, Key, StepGraphs
 from modelrunner.runner_parts import Parts, Route
 from modelrunner.step_buffers import Buckets, PlanPacker, Shape
 from modelrunner.step_logprobs import NOTHING, Asked
+from modelrunner.step_work import StepWork
 
 FIRST_PROMPT = 32  # tokens of a prompt whose kernels are built with the first ones
 POISON = -0x5A5A5A5B  # what a released ring entry holds on a testing device: no row, no token
@@ -56,9 +56,9 @@ class Runner:
         self.most_drafts = 0 if parts.drafting is None else parts.drafting.most
         tokens = max(tokens, rows * (1 + self.most_drafts))
         entries, words = depth + 1, record_words(self.most_drafts)
-        step = self.step = DeviceStep(parts, self.packer, entries, rows, tokens, max_model_len)
-        self.buffers, self.drafting, self.media = step.buffers, step.drafting, step.media
-        self.ring, self.extras, self.logprobs = step.ring, step.extras, step.logprobs
+        work = self.work = StepWork(parts, self.packer, entries, rows, tokens, max_model_len)
+        self.buffers, self.drafting, self.media = work.buffers, work.drafting, work.media
+        self.ring, self.extras, self.logprobs = work.ring, work.extras, work.logprobs
         self.plans = [self.device.pinned(4 * self.packer.capacity) for _ in range(entries)]
         self.results = [self.device.pinned(4 * rows * words) for _ in range(entries)]
         self.plan_words, self.result_words = ([buffer.array.view(np.int32) for buffer in ring] for ring in (self.plans, self.results))
@@ -74,7 +74,7 @@ class Runner:
     @property
     def parts(self) -> Parts:
         """What the steps are made of now."""
-        return self.step.parts
+        return self.work.parts
 
     def warm_up(self) -> None:
         """Run steps of a dead row, one of each kind of tail, so that what cannot run fails at start-up and not at the first request."""
@@ -93,12 +93,12 @@ class Runner:
             kinds.append(replace(plan, features=Feature.MEDIA))
         self._build([*(partial(self._first, each) for each in plans), *sampler.loading()])
         self._rewind()
-        self.step.warming_up = True
+        self.work.warming_up = True
         for kind in kinds:
             records = self.collect(self.launch(replace(kind, features=kind.features | self.parts.taps.all_features))).records
             if records[0, Record.ROW] != self.scratch_row:
                 raise PluginError(f"the step's record names row {records[0, Record.ROW]}, not {self.scratch_row} (operation write_record)")
-        self.step.warming_up = False
+        self.work.warming_up = False
 
     def _build(self, work: Sequence[Callable[[], None]]) -> None:
         """Let the device get ready what `work` will launch. It may run parts of it without the kernels that say where their inputs lie."""
@@ -113,7 +113,7 @@ class Runner:
     def _first(self, plan: Plan) -> None:
         shape = self.buckets.shape(plan)
         self._pack(plan, shape, 0, rows=True)()
-        self.step.computation(plan, shape, None, Asked.of(plan))()
+        self.work.computation(plan, shape, None, Asked.of(plan))()
 
     def run_large(self, num_tokens: int) -> None:
         """Run a step of as many rows as there can be, dead ones, with so many tokens and the tail that needs most memory, to its end.
@@ -121,9 +121,9 @@ class Runner:
         Without a graph, as `warm_up` does: nothing may keep memory of the cache that `use_caches` replaces.
         """
         plan = self._large_plan(num_tokens)
-        self.step.warming_up = True
+        self.work.warming_up = True
         self.collect(self.launch(plan))
-        self.step.warming_up = False
+        self.work.warming_up = False
 
     def _large_plan(self, num_tokens: int) -> Plan:
         bounds = num_tokens, self.scratch_row, self.max_model_len
@@ -133,17 +133,17 @@ class Runner:
 
     def use_caches(self, caches: Mapping[str, torch.Tensor], backends: Mapping[str, AttentionBackend]) -> None:
         """Take other cache memory, by group. Only with nothing in flight and nothing captured."""
-        self.step.use_caches(caches, backends)
+        self.work.use_caches(caches, backends)
 
     @contextmanager
     def instead(self, backends: Mapping[str, AttentionBackend]) -> Iterator[None]:
         """Run steps with other attention backends for some groups, without graphs. Begins and ends with nothing in flight."""
         own = self.parts
-        self.step.parts, self.route, self.step.warming_up = replace(own, backends={**own.backends, **backends}), None, True
+        self.work.parts, self.route, self.work.warming_up = replace(own, backends={**own.backends, **backends}), None, True
         try:
             yield
         finally:
-            self.step.parts, self.route, self.step.warming_up = own, None, False
+            self.work.parts, self.route, self.work.warming_up = own, None, False
 
     def _blank_plan(self) -> Plan:
         return blank_plans.blank_row(self.parts.table, len(self.parts.layouts))
@@ -186,7 +186,7 @@ class Runner:
         if compute is None:
             taps = self.parts.taps.active(plan.features)
             asked = Asked.of(plan)
-            compute = self.step.computation(plan, route.shape, taps, asked)
+            compute = self.work.computation(plan, route.shape, taps, asked)
         if self.media is not None and plan.media is not None:
             compute = partial(_in_order, self.media.pack(plan, route.shape.num_tokens, entry), compute)
         work = compute if known and plan.patch.empty else partial(_in_order, self._pack(plan, route.shape, entry, rows=not known), compute)
@@ -211,10 +211,10 @@ class Runner:
 
     def _new_route(self, plan: Plan) -> Route:
         shape = self.buckets.shape(plan)
-        keys = () if self.step.warming_up else self.graphs.keys(plan, shape)
+        keys = () if self.work.warming_up else self.graphs.keys(plan, shape)
         works: list[Callable[[], None]] = [partial(self.graphs.run, key) for key in keys]
         if keys and self.drafting is not None and not self.graphs.with_drafts:
-            works.append(self.step.draft_work(plan, shape, captured=False))
+            works.append(self.work.draft_work(plan, shape, captured=False))
         return Route(plan, shape, partial(_in_order, *works) if keys else None)
 
     def _pack(self, plan: Plan, shape: Shape, entry: int, *, rows: bool) -> Callable[[], None]:
@@ -223,7 +223,7 @@ class Runner:
         if rows:
             self.packer.pack_rows(plan, shape, self.scratch_row, words)
         start, end = 0 if rows else self.packer.patch_start, self.packer.pack_patch(plan.patch, words)
-        return partial(self.step.upload, plan.patch, self.plans[entry], start, end)
+        return partial(self.work.upload, plan.patch, self.plans[entry], start, end)
 
     def _shape(self, key: Key) -> Shape:
         """The shape of every step that runs as `key`. Which rows of a body decode is for the device to see."""
@@ -242,10 +242,10 @@ class Runner:
             key.features, key.num_draft, key.num_next,
         )  # fmt: skip
         if key.part == "step":
-            return self.step.computation(plan, shape, None, NOTHING, captured=True)
+            return self.work.computation(plan, shape, None, NOTHING, captured=True)
         if key.part == "draft":
-            return self.step.draft_work(plan, shape, captured=True)
-        return self.step.tail_work(plan, shape) if key.part == "tail" else self.step.body_work(plan, shape)
+            return self.work.draft_work(plan, shape, captured=True)
+        return self.work.tail_work(plan, shape) if key.part == "tail" else self.work.body_work(plan, shape)
 
     def collect(self, ticket: Ticket) -> Outcome:
         """Wait for the copy of this step's records, take them, and free the step's buffers."""
@@ -272,7 +272,7 @@ class Runner:
     def _rewind(self) -> None:
         """Put the step counter back, however far the step that failed came."""
         launched = self.launched  # as it is now, not when the work runs
-        self.device.launch(lambda: fill(self.step.counter, launched))
+        self.device.launch(lambda: fill(self.work.counter, launched))
 
     def _poison(self, entry: int) -> None:
         self.ring[entry].fill_(POISON)

@@ -1,7 +1,7 @@
 """What a step does on the device: patch, gather, embed, layers, hidden states at the sampling positions (the body); head, sampling, state
 update, record (the tail); then what a drafter proposes for the next step.
 
-`DeviceStep` hands out closures. Views and metadata are made with a closure, on the host; what it enqueues is in the methods marked D.,
+`StepWork` hands out closures. Views and metadata are made with a closure, on the host; what it enqueues is in the methods marked D.,
 which run when the device takes the work, for a graph while it is captured.
 """
 
@@ -27,7 +27,7 @@ from modelrunner.step_logprobs import NOTHING, Asked, StepLogprobs
 from modelrunner.tap_set import ActiveTaps
 
 
-class DeviceStep:
+class StepWork:
     """The work of steps, and the device memory that it reads and writes: the inputs, and the rings that results are fetched from."""
 
     def __init__(self, parts: Parts, packer: PlanPacker, entries: int, rows: int, tokens: int, max_model_len: int) -> None:
