@@ -1,8 +1,7 @@
 """The runner: launch a planned step, collect its results. It holds what every model shares and nothing else.
 
 `launch` packs what is new in the plan into a pinned buffer, hands the device one closure and one copy on the side stream, and returns. The
-closure is the step: patch, gather, embed, layers, hidden states at the sampling positions (the body); head, sampling, state update, record
-(the tail).
+closure is the step, or the graph of one; what it does on the device is in `modelrunner.step_work`.
 """
 
 from __future__ import annotations
@@ -18,24 +17,21 @@ import torch
 from tqdm import tqdm  # type: ignore[import-untyped,unused-ignore]
 
 from modelrunner import blank_plans
-from modelrunner.attention import AttentionBackend, ByGroup
-from modelrunner.batch import EDITED, LOGGED, Feature, Outcome, Patch, Plan, Record, Ticket, record_words
-from modelrunner.device import Event, PinnedBuffer
-from modelrunner.draft_part import DraftPart
+from modelrunner.attention import AttentionBackend
+from modelrunner.batch import EDITED, EMPTY_PATCH, LOGGED, Feature, Outcome, Plan, Record, Ticket, record_words
+from modelrunner.device import Event
 from modelrunner.errors import EngineError, PluginError
-from modelrunner.extras import Extras
 from modelrunner.graphs import CAPTURED, DraftKinds, GraphReport, Key, StepGraphs
-from modelrunner.media_steps import media_steps
 from modelrunner.runner_parts import Parts, Route
-from modelrunner.step_buffers import Buckets, PlanPacker, Shape, StepBuffers
-from modelrunner.step_logprobs import NOTHING, Asked, StepLogprobs
+from modelrunner.step_buffers import Buckets, PlanPacker, Shape
+from modelrunner.step_logprobs import NOTHING, Asked
 from modelrunner.step_work import StepWork
 
 FIRST_PROMPT = 32  # tokens of a prompt whose kernels are built with the first ones
 POISON = -0x5A5A5A5B  # what a released ring entry holds on a testing device: no row, no token
 
 
-class Runner(StepWork):
+class Runner:
     """Runs planned steps on a device, several in flight."""
 
     def __init__(
@@ -50,8 +46,7 @@ class Runner(StepWork):
         no_graphs: str = "the runner was made without graphs",
     ) -> None:
         """max_rows, max_tokens: of an unpadded step. depth: steps in flight at most. no_graphs: why no step is captured, or empty."""
-        self.parts = parts
-        self.device, self.ops, self.state = parts.device, parts.ops, parts.state
+        self.device, self.state = parts.device, parts.state
         self.buckets = buckets
         self.scratch_row = parts.table.max_rows
         rows = max([max_rows, *buckets.rows]) + 1
@@ -60,38 +55,26 @@ class Runner(StepWork):
         self.packer = PlanPacker(rows, parts.table.max_patch_words)
         self.most_drafts = 0 if parts.drafting is None else parts.drafting.most
         tokens = max(tokens, rows * (1 + self.most_drafts))
-        torch_device = self.device.torch_device
-        self.buffers = StepBuffers(
-            parts.needs, parts.dtype, parts.layouts, rows, tokens, max_model_len, self.packer, torch_device, self.most_drafts
-        )
-        self.drafting = None if parts.drafting is None else DraftPart(parts, parts.drafting, rows, tokens, max_model_len)
-        self.slots = torch.arange(1 + self.most_drafts, device=torch_device)
         entries, words = depth + 1, record_words(self.most_drafts)
-        self.ring = torch.zeros(entries, rows, words, dtype=torch.int32, device=self.device.torch_device)
-        self.counter = torch.zeros(1, dtype=torch.int64, device=self.device.torch_device)
+        work = self.work = StepWork(parts, self.packer, entries, rows, tokens, max_model_len)
+        self.buffers, self.drafting, self.media = work.buffers, work.drafting, work.media
+        self.ring, self.extras, self.logprobs = work.ring, work.extras, work.logprobs
         self.plans = [self.device.pinned(4 * self.packer.capacity) for _ in range(entries)]
         self.results = [self.device.pinned(4 * rows * words) for _ in range(entries)]
         self.plan_words, self.result_words = ([buffer.array.view(np.int32) for buffer in ring] for ring in (self.plans, self.results))
-        self.extras = Extras(self.device, entries, rows, parts.taps.record_bytes)
-        num_top = parts.sampler.num_logprobs
-        self.logprobs = StepLogprobs(self.device, self.ops, parts.table.columns, entries, rows, tokens, num_top, self.most_drafts)
         self.events: list[Event | None] = [None] * entries
         self.extra_events: list[Event | None] = [None] * entries
         self.launched = 0
         self.route: Route | None = None  # of the last launched step, while its rows are on the device
-        self.warming_up = False
         self.max_tokens, self.max_model_len = max_tokens, max_model_len
         kinds = (Feature.GREEDY, Feature.MEDIA) if parts.needs.media is not None and parts.media_arena is not None else (Feature.GREEDY,)
         drafts = None if parts.drafting is None else DraftKinds(parts.drafting.policy, max_tokens, not parts.drafting.capture_problem)
         self.graphs = StepGraphs(self.device, buckets, self._closure, no_graphs, CAPTURED | parts.sampler.captured, kinds, drafts)
-        self.media = self.buffers.media = media_steps(parts, entries, tokens)
-        self.draft_groups = () if parts.drafting is None else parts.drafting.groups
-        self.groups = [layout.name for layout in parts.layouts if layout.name not in self.draft_groups]
-        self.caches = self._own_caches()
-        self.layer_index = {g.group.name: {layer: i for i, layer in enumerate(g.group.layers)} for g in parts.layouts}
 
-    def _own_caches(self) -> Mapping[str, torch.Tensor]:
-        return ByGroup((name, self.parts.caches[name]) for name in self.groups)
+    @property
+    def parts(self) -> Parts:
+        """What the steps are made of now."""
+        return self.work.parts
 
     def warm_up(self) -> None:
         """Run steps of a dead row, one of each kind of tail, so that what cannot run fails at start-up and not at the first request."""
@@ -110,12 +93,12 @@ class Runner(StepWork):
             kinds.append(replace(plan, features=Feature.MEDIA))
         self._build([*(partial(self._first, each) for each in plans), *sampler.loading()])
         self._rewind()
-        self.warming_up = True
+        self.work.warming_up = True
         for kind in kinds:
             records = self.collect(self.launch(replace(kind, features=kind.features | self.parts.taps.all_features))).records
             if records[0, Record.ROW] != self.scratch_row:
                 raise PluginError(f"the step's record names row {records[0, Record.ROW]}, not {self.scratch_row} (operation write_record)")
-        self.warming_up = False
+        self.work.warming_up = False
 
     def _build(self, work: Sequence[Callable[[], None]]) -> None:
         """Let the device get ready what `work` will launch. It may run parts of it without the kernels that say where their inputs lie."""
@@ -130,7 +113,7 @@ class Runner(StepWork):
     def _first(self, plan: Plan) -> None:
         shape = self.buckets.shape(plan)
         self._pack(plan, shape, 0, rows=True)()
-        self._computation(plan, shape, None, Asked.of(plan))()
+        self.work.computation(plan, shape, None, Asked.of(plan))()
 
     def run_large(self, num_tokens: int) -> None:
         """Run a step of as many rows as there can be, dead ones, with so many tokens and the tail that needs most memory, to its end.
@@ -138,9 +121,9 @@ class Runner(StepWork):
         Without a graph, as `warm_up` does: nothing may keep memory of the cache that `use_caches` replaces.
         """
         plan = self._large_plan(num_tokens)
-        self.warming_up = True
+        self.work.warming_up = True
         self.collect(self.launch(plan))
-        self.warming_up = False
+        self.work.warming_up = False
 
     def _large_plan(self, num_tokens: int) -> Plan:
         bounds = num_tokens, self.scratch_row, self.max_model_len
@@ -150,18 +133,17 @@ class Runner(StepWork):
 
     def use_caches(self, caches: Mapping[str, torch.Tensor], backends: Mapping[str, AttentionBackend]) -> None:
         """Take other cache memory, by group. Only with nothing in flight and nothing captured."""
-        self.parts = replace(self.parts, caches=caches, backends=backends)
-        self.caches = self._own_caches()
+        self.work.use_caches(caches, backends)
 
     @contextmanager
     def instead(self, backends: Mapping[str, AttentionBackend]) -> Iterator[None]:
         """Run steps with other attention backends for some groups, without graphs. Begins and ends with nothing in flight."""
         own = self.parts
-        self.parts, self.route, self.warming_up = replace(own, backends={**own.backends, **backends}), None, True
+        self.work.parts, self.route, self.work.warming_up = replace(own, backends={**own.backends, **backends}), None, True
         try:
             yield
         finally:
-            self.parts, self.route, self.warming_up = own, None, False
+            self.work.parts, self.route, self.work.warming_up = own, None, False
 
     def _blank_plan(self) -> Plan:
         return blank_plans.blank_row(self.parts.table, len(self.parts.layouts))
@@ -204,7 +186,7 @@ class Runner(StepWork):
         if compute is None:
             taps = self.parts.taps.active(plan.features)
             asked = Asked.of(plan)
-            compute = self._computation(plan, route.shape, taps, asked)
+            compute = self.work.computation(plan, route.shape, taps, asked)
         if self.media is not None and plan.media is not None:
             compute = partial(_in_order, self.media.pack(plan, route.shape.num_tokens, entry), compute)
         work = compute if known and plan.patch.empty else partial(_in_order, self._pack(plan, route.shape, entry, rows=not known), compute)
@@ -229,11 +211,10 @@ class Runner(StepWork):
 
     def _new_route(self, plan: Plan) -> Route:
         shape = self.buckets.shape(plan)
-        keys = () if self.warming_up else self.graphs.keys(plan, shape)
+        keys = () if self.work.warming_up else self.graphs.keys(plan, shape)
         works: list[Callable[[], None]] = [partial(self.graphs.run, key) for key in keys]
         if keys and self.drafting is not None and not self.graphs.with_drafts:
-            batch = self.buffers.batch(plan, shape, self.parts.table.columns)
-            works.append(self._draft_work(batch, plan.num_next, captured=False))
+            works.append(self.work.draft_work(plan, shape, captured=False))
         return Route(plan, shape, partial(_in_order, *works) if keys else None)
 
     def _pack(self, plan: Plan, shape: Shape, entry: int, *, rows: bool) -> Callable[[], None]:
@@ -242,7 +223,29 @@ class Runner(StepWork):
         if rows:
             self.packer.pack_rows(plan, shape, self.scratch_row, words)
         start, end = 0 if rows else self.packer.patch_start, self.packer.pack_patch(plan.patch, words)
-        return partial(self._upload, plan.patch, self.plans[entry], start, end)
+        return partial(self.work.upload, plan.patch, self.plans[entry], start, end)
+
+    def _shape(self, key: Key) -> Shape:
+        """The shape of every step that runs as `key`. Which rows of a body decode is for the device to see."""
+        if key.part in ("body", "draft"):
+            return Shape(self.buckets.body_rows, key.size, 0, key.size, self.buckets.body_rows)
+        slots = 1 + key.num_draft
+        return Shape(key.size, key.size * slots, key.size, slots, key.size)
+
+    def _closure(self, key: Key) -> Callable[[], None]:
+        """A step of decode rows, or part of a step with prompts, with the bounds of any such step, for a graph."""
+        shape, length = self._shape(key), self.max_model_len
+        rows = np.full(shape.num_rows, self.scratch_row, np.int32)
+        pages = tuple(layout.pages_for(length) for layout in self.parts.layouts)
+        plan = Plan(
+            -1, rows, rows, rows, EMPTY_PATCH, shape.num_decode, shape.num_tokens, shape.max_query, length, pages,
+            key.features, key.num_draft, key.num_next,
+        )  # fmt: skip
+        if key.part == "step":
+            return self.work.computation(plan, shape, None, NOTHING, captured=True)
+        if key.part == "draft":
+            return self.work.draft_work(plan, shape, captured=True)
+        return self.work.tail_work(plan, shape) if key.part == "tail" else self.work.body_work(plan, shape)
 
     def collect(self, ticket: Ticket) -> Outcome:
         """Wait for the copy of this step's records, take them, and free the step's buffers."""
@@ -269,19 +272,12 @@ class Runner(StepWork):
     def _rewind(self) -> None:
         """Put the step counter back, however far the step that failed came."""
         launched = self.launched  # as it is now, not when the work runs
-        self.device.launch(lambda: fill(self.counter, launched))
+        self.device.launch(lambda: fill(self.work.counter, launched))
 
     def _poison(self, entry: int) -> None:
         self.ring[entry].fill_(POISON)
         self.extras.ring[entry].fill_(POISON & 0xFF)
         self.logprobs.poison(entry, POISON & 0xFF)
-
-    def _upload(self, patch: Patch, packed: PinnedBuffer, start: int, end: int) -> None:
-        """Copy the words start..end-1 of a packed plan to the device, and apply its patch."""
-        with torch.inference_mode():
-            self.buffers.staging[start:end].copy_(packed.tensor[4 * start : 4 * end].view(torch.int32), non_blocking=True)
-            if not patch.empty:
-                self.ops.apply_patch(self.parts.table.arena, *self.buffers.patch(patch.dst.size, patch.words.size))
 
 
 def fill(tensor: torch.Tensor, value: int) -> None:

@@ -1,4 +1,9 @@
-"""What a step does on the device, and the closures that do it: of a planned step, or of a shape, for a graph."""
+"""What a step does on the device: patch, gather, embed, layers, hidden states at the sampling positions (the body); head, sampling, state
+update, record (the tail); then what a drafter proposes for the next step.
+
+`StepWork` hands out closures. Views and metadata are made with a closure, on the host; what it enqueues is in the methods marked D.,
+which run when the device takes the work, for a graph while it is captured.
+"""
 
 from __future__ import annotations
 
@@ -6,90 +11,57 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
-import numpy as np
 import torch
 
 from modelrunner.attention import AttentionBackend, AttentionMeta, BoundAttention, ByGroup, attention_meta
-from modelrunner.batch import EMPTY_PATCH, Batch, Feature, Plan, as_built
-from modelrunner.device import Device
+from modelrunner.batch import Batch, Feature, Patch, Plan, as_built, record_words
+from modelrunner.device import PinnedBuffer
 from modelrunner.draft_part import COLUMN as DRAFTS
 from modelrunner.draft_part import DraftPart, bind
 from modelrunner.extras import Extras
-from modelrunner.graphs import Key
-from modelrunner.media_steps import MediaSteps
-from modelrunner.model_state import ModelState, Tap
-from modelrunner.ops import Ops
+from modelrunner.media_steps import media_steps
+from modelrunner.model_state import Tap
 from modelrunner.runner_parts import Parts
-from modelrunner.step_buffers import Buckets, Shape, StepBuffers
+from modelrunner.step_buffers import PlanPacker, Shape, StepBuffers
 from modelrunner.step_logprobs import NOTHING, Asked, StepLogprobs
 from modelrunner.tap_set import ActiveTaps
 
 
 class StepWork:
-    """The device's side of a `Runner`, which sets all of these.
+    """The work of steps, and the device memory that it reads and writes: the inputs, and the rings that results are fetched from."""
 
-    groups, draft_groups: names of the target's cache groups and of the drafter's. caches: the target's. layer_index: place of a model's
-    layer in its group. slots: 0 to K. ring, counter: of records. scratch_row: of padding.
-    """
+    def __init__(self, parts: Parts, packer: PlanPacker, entries: int, rows: int, tokens: int, max_model_len: int) -> None:
+        """entries: of the rings. rows, tokens: of a padded step."""
+        self.parts = parts
+        self.device, self.ops, self.state = parts.device, parts.ops, parts.state
+        torch_device, most_drafts = self.device.torch_device, 0 if parts.drafting is None else parts.drafting.most
+        self.buffers = StepBuffers(parts.needs, parts.dtype, parts.layouts, rows, tokens, max_model_len, packer, torch_device, most_drafts)
+        self.drafting = None if parts.drafting is None else DraftPart(parts, parts.drafting, rows, tokens, max_model_len)
+        self.slots = torch.arange(1 + most_drafts, device=torch_device)
+        self.ring = torch.zeros(entries, rows, record_words(most_drafts), dtype=torch.int32, device=torch_device)
+        self.counter = torch.zeros(1, dtype=torch.int64, device=torch_device)  # of launched steps: which entry of the rings is written
+        self.extras = Extras(self.device, entries, rows, parts.taps.record_bytes)
+        num_top = parts.sampler.num_logprobs
+        self.logprobs = StepLogprobs(self.device, self.ops, parts.table.columns, entries, rows, tokens, num_top, most_drafts)
+        self.media = self.buffers.media = media_steps(parts, entries, tokens)
+        self.draft_groups = () if parts.drafting is None else parts.drafting.groups
+        self.groups = [layout.name for layout in parts.layouts if layout.name not in self.draft_groups]
+        self.layer_index = {g.group.name: {layer: i for i, layer in enumerate(g.group.layers)} for g in parts.layouts}
+        self.caches = self._own_caches()
+        self.warming_up = False  # without graphs, and with a check of what the model state returns
 
-    parts: Parts
-    device: Device
-    ops: Ops
-    state: ModelState
-    buckets: Buckets
-    buffers: StepBuffers
-    drafting: DraftPart | None
-    slots: torch.Tensor
-    ring: torch.Tensor
-    counter: torch.Tensor
-    extras: Extras
-    logprobs: StepLogprobs
-    media: MediaSteps | None
-    scratch_row: int
-    max_model_len: int
-    warming_up: bool
-    groups: list[str]
-    draft_groups: tuple[str, ...]
-    caches: Mapping[str, torch.Tensor]
-    layer_index: Mapping[str, dict[int, int]]
+    def _own_caches(self) -> Mapping[str, torch.Tensor]:
+        return ByGroup((name, self.parts.caches[name]) for name in self.groups)
 
-    def _shape(self, key: Key) -> Shape:
-        """The shape of every step that runs as `key`. Which rows of a body decode is for the device to see."""
-        if key.part in ("body", "draft"):
-            return Shape(self.buckets.body_rows, key.size, 0, key.size, self.buckets.body_rows)
-        slots = 1 + key.num_draft
-        return Shape(key.size, key.size * slots, key.size, slots, key.size)
+    def use_caches(self, caches: Mapping[str, torch.Tensor], backends: Mapping[str, AttentionBackend]) -> None:
+        """Take other cache memory, by group."""
+        self.parts = replace(self.parts, caches=caches, backends=backends)
+        self.caches = self._own_caches()
 
-    def _closure(self, key: Key) -> Callable[[], None]:
-        """A step of decode rows, or part of a step with prompts, with the bounds of any such step, for a graph."""
-        shape, length = self._shape(key), self.max_model_len
-        rows = np.full(shape.num_rows, self.scratch_row, np.int32)
-        pages = tuple(layout.pages_for(length) for layout in self.parts.layouts)
-        plan = Plan(
-            -1, rows, rows, rows, EMPTY_PATCH, shape.num_decode, shape.num_tokens, shape.max_query, length, pages,
-            key.features, key.num_draft, key.num_next,
-        )  # fmt: skip
-        if key.part == "step":
-            return self._computation(plan, shape, None, NOTHING, captured=True)
-        sampled, columns = self.buffers.sampled[: shape.tail_rows * (1 + key.num_draft)], self.parts.table.columns
-        if key.part == "tail":
-            return partial(self._captured_tail, self.buffers.tail(plan, shape, columns), sampled)
-        batch = self.buffers.batch(plan, shape, columns)
-        if key.part == "draft":
-            return self._draft_work(batch, key.num_next, captured=True)
-        return partial(self._captured_body, batch, self._attention(batch, captured=True), sampled)
+    # ---- closures, made on the host --------------------------------------------------------------------------------
 
-    @torch.inference_mode()
-    def _captured_body(self, batch: Batch, attention: Mapping[str, BoundAttention], sampled: torch.Tensor) -> None:
-        self._inputs(batch)
-        torch.index_select(self._body(batch, attention, no_tap), 0, self._lines(batch, batch.num_rows), out=sampled)
-
-    @torch.inference_mode()
-    def _captured_tail(self, batch: Batch, sampled: torch.Tensor) -> None:
-        self._tail(batch, sampled, NOTHING)
-
-    def _computation(self, plan: Plan, shape: Shape, taps: ActiveTaps | None, asked: Asked, captured: bool = False) -> Callable[[], None]:
-        """Everything that a step does after its inputs are uploaded. Views and metadata are made here, on the host."""
+    def computation(self, plan: Plan, shape: Shape, taps: ActiveTaps | None, asked: Asked, captured: bool = False) -> Callable[[], None]:
+        """All that a step does after its inputs are uploaded."""
         columns = self.parts.table.columns
         if self.device.captures and (features := as_built(plan.features)) != plan.features:
             plan = replace(plan, features=features)
@@ -97,16 +69,31 @@ class StepWork:
         tail = batch if shape.num_decode == shape.num_rows else self.buffers.tail(plan, shape, columns)
         draft = None
         if self.drafting is not None and not (captured and self.drafting_apart):
-            draft = self._draft_work(batch, plan.num_next, captured)
+            draft = self._draft_of(batch, plan.num_next, captured)
         return partial(self._compute, batch, tail, self._attention(batch, captured), taps, asked, draft)
+
+    def body_work(self, plan: Plan, shape: Shape) -> Callable[[], None]:
+        """The body of a step with prompts, for a graph. It leaves the hidden states to sample from in the buffers."""
+        batch = self.buffers.batch(plan, shape, self.parts.table.columns)
+        return partial(self._compute_body, batch, self._attention(batch, captured=True), self._sampled(plan, shape))
+
+    def tail_work(self, plan: Plan, shape: Shape) -> Callable[[], None]:
+        """The tail of such a step, for a graph."""
+        return partial(self._compute_tail, self.buffers.tail(plan, shape, self.parts.table.columns), self._sampled(plan, shape))
+
+    def draft_work(self, plan: Plan, shape: Shape, captured: bool) -> Callable[[], None]:
+        """The draft part of a step, by itself."""
+        return self._draft_of(self.buffers.batch(plan, shape, self.parts.table.columns), plan.num_next, captured)
+
+    def _sampled(self, plan: Plan, shape: Shape) -> torch.Tensor:
+        return self.buffers.sampled[: shape.tail_rows * (1 + plan.num_draft)]
 
     @property
     def drafting_apart(self) -> bool:
         """Whether the draft part runs after the step's graph, and not in it."""
         return self.parts.drafting is not None and bool(self.parts.drafting.capture_problem)
 
-    def _draft_work(self, batch: Batch, num_next: int, captured: bool) -> Callable[[], None]:
-        """The draft part of a step."""
+    def _draft_of(self, batch: Batch, num_next: int, captured: bool) -> Callable[[], None]:
         parts, drafting = self.parts, self.drafting
         assert drafting is not None, "there is no drafter"
         attention = ByGroup((name, bind(parts, name, batch, captured)) for name in self.draft_groups)
@@ -127,6 +114,15 @@ class StepWork:
     def _metadata(self, backend: AttentionBackend, batch: Batch, captured: bool) -> AttentionMeta:
         return self.state.attention_metadata(backend.group, batch, attention_meta(backend.group, batch, captured))
 
+    # ---- on the device ---------------------------------------------------------------------------------------------
+
+    def upload(self, patch: Patch, packed: PinnedBuffer, start: int, end: int) -> None:
+        """D. Copy the words start..end-1 of a packed plan to the device, and apply its patch."""
+        with torch.inference_mode():
+            self.buffers.staging[start:end].copy_(packed.tensor[4 * start : 4 * end].view(torch.int32), non_blocking=True)
+            if not patch.empty:
+                self.ops.apply_patch(self.parts.table.arena, *self.buffers.patch(patch.dst.size, patch.words.size))
+
     def _compute(
         self,
         batch: Batch,
@@ -136,6 +132,7 @@ class StepWork:
         asked: Asked,
         draft: Callable[[], None] | None,
     ) -> None:
+        """D. A whole step."""
         with torch.inference_mode():
             self._inputs(batch)
             hidden = self._body(batch, attention, no_tap if taps is None else taps.bind(batch))
@@ -149,15 +146,26 @@ class StepWork:
             if draft is not None:
                 draft()
 
+    @torch.inference_mode()
+    def _compute_body(self, batch: Batch, attention: Mapping[str, BoundAttention], sampled: torch.Tensor) -> None:
+        """D. The body alone. sampled: the hidden states to sample from, written."""
+        self._inputs(batch)
+        torch.index_select(self._body(batch, attention, no_tap), 0, self._lines(batch, batch.num_rows), out=sampled)
+
+    @torch.inference_mode()
+    def _compute_tail(self, batch: Batch, sampled: torch.Tensor) -> None:
+        """D. The tail alone."""
+        self._tail(batch, sampled, NOTHING)
+
     def _lines(self, batch: Batch, num_rows: int) -> torch.Tensor:
-        """Places of the tokens that rows sample from: the last known one and, behind it, as many more as a row may have drafts."""
+        """D. Places of the tokens that rows sample from: the last known one and, behind it, as many more as a row may have drafts."""
         if not batch.num_draft:
             return batch.sample_index[:num_rows]
         places = batch.sample_index[:num_rows].unsqueeze(1) + self.slots[: 1 + batch.num_draft]
         return places.clamp_(max=batch.num_tokens - 1).flatten()
 
     def _inputs(self, batch: Batch) -> None:
-        """Gather what the step reads from the request table."""
+        """D. Gather what the step reads from the request table."""
         ops, buffers, columns = self.ops, self.buffers, self.parts.table.columns
         rows, generations, num_query, query_start = buffers.row_inputs(batch.num_rows)
         groups = [
@@ -191,7 +199,7 @@ class StepWork:
         )
 
     def _body(self, batch: Batch, attention: Mapping[str, BoundAttention], tap: Tap) -> torch.Tensor:
-        """Embeddings and layers; returns the hidden states, [T, H]."""
+        """D. Embeddings and layers; returns the hidden states, [T, H]."""
         state = self.state
         state.before_forward(batch)
         hidden = self.buffers.hidden[: batch.num_tokens]
@@ -214,7 +222,7 @@ class StepWork:
         return hidden
 
     def _tail(self, batch: Batch, hidden: torch.Tensor, asked: Asked) -> None:
-        """Head, sampling and verification, log-probs, state update and record."""
+        """D. Head, sampling and verification, log-probs, state update and record."""
         columns = self.parts.table.columns
         rows, generations, _, _ = self.buffers.row_inputs(batch.num_rows)
         logits = self.state.logits(hidden)
@@ -251,7 +259,7 @@ class StepWork:
         )
 
     def _spread(self, batch: Batch) -> tuple[Batch, torch.Tensor]:
-        """The batch of a step with drafts as the sampler sees it, line by line, and the rows' drafts."""
+        """D. The batch of a step with drafts as the sampler sees it, line by line, and the rows' drafts."""
         slots, buffers = 1 + batch.num_draft, self.buffers
         given = (batch.rows, batch.query_len, batch.samples, batch.computed, self.parts.table.columns["known"])
         lines, num_drafted = [each[: batch.num_rows * slots] for each in buffers.lines], buffers.num_drafted[: batch.num_rows]
