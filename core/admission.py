@@ -8,11 +8,11 @@ the queue is never overtaken. So a large request cannot be filled and emptied ag
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from modelrunner.batch import Patch
+from modelrunner.batch import PatchSink
 from modelrunner.errors import RequestError
 from modelrunner.forks import Forks
 from modelrunner.no_media import NoMedia
@@ -21,24 +21,6 @@ from modelrunner.prefix_cache import Hit, PageKeys, PrefixCache, media_spans, ro
 from modelrunner.request import Request, Status
 from modelrunner.rows import HostRows
 from modelrunner.waiting import Entry, Seats, WaitingQueue
-
-
-class PatchSink(Protocol):
-    """What the scheduler needs of `request_table.PatchBuilder`."""
-
-    num_words: int
-
-    def fits(self, num_words: int) -> bool: ...
-
-    def row_words(self, values: Mapping[str, Any]) -> int: ...
-
-    def row(self, row: int, values: Mapping[str, Any]) -> None: ...
-
-    def line(self, name: str, seat: int, elements: Int32Array) -> None: ...
-
-    def elements(self, name: str, rows: Int32Array, cols: Int32Array, values: Int32Array) -> None: ...
-
-    def build(self) -> Patch: ...
 
 
 class Admission:

@@ -106,16 +106,16 @@ def assemble(arguments: Mapping[str, Any], plugins: Sequence[object] = ()) -> As
     tap_points = needs.tap_points if isinstance(state.supports("taps"), Yes) else ()
     info = ModelInfo(card, settings, tap_points, needs.hidden_size, needs.vocab_size, max_model_len, dtype, device.torch_device)
     taps, needs = collect_taps(manager, info, state, needs)
-    guides = make_guides(choose, card, tokenizer, needs.vocab_size, ops, device)
+    processors = collect_processors(manager, info)
     if setup is not None:
         needs = setup.join(needs)
         scales.by_group.update(CacheScales(setup.needs.cache_groups, cache_dtype, device.torch_device).by_group)
-    own = settings.speculation
-    typical = (own.typical_threshold, own.typical_factor) if own.acceptance == "typical" else None
-    stages = default_stages(collect_processors(manager, info), Functions(), arena=guides.arena)
-    sampler = Sampler(ops, stages, typical)
     page_bytes, layouts = pages_of(needs, settings, dtype, {} if setup is None else setup.riders(needs))
     attending = {group.name: attention_backend(choose, group, device, scales) for layout in layouts for group in layout.groups}
+    guides = make_guides(choose, card, tokenizer, needs.vocab_size, ops, device)
+    own = settings.speculation
+    typical = (own.typical_threshold, own.typical_factor) if own.acceptance == "typical" else None
+    sampler = Sampler(ops, default_stages(processors, Functions(), arena=guides.arena), typical)
     maker = CacheMaker(device, ops, settings, layouts, page_bytes, dtype, cache_dtype, attending, max_model_len, scales)
     cache, memory = maker.make_first(), ""
     with blaming(f"the arena of media of model_state {choose.chosen['model_state']}"):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum, IntFlag
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -106,6 +106,24 @@ class Patch:
 
 
 EMPTY_PATCH = Patch(np.empty(0, np.int64), np.empty(0, np.int32), np.empty(0, np.int32))
+
+
+class PatchSink(Protocol):
+    """A patch in the making: what the scheduler needs of `request_table.PatchBuilder`."""
+
+    num_words: int
+
+    def fits(self, num_words: int) -> bool: ...
+
+    def row_words(self, values: Mapping[str, Any]) -> int: ...
+
+    def row(self, row: int, values: Mapping[str, Any]) -> None: ...
+
+    def line(self, name: str, seat: int, elements: Int32Array) -> None: ...
+
+    def elements(self, name: str, rows: Int32Array, cols: Int32Array, values: Int32Array) -> None: ...
+
+    def build(self) -> Patch: ...
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import secrets
 import time
-import warnings
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -28,14 +27,15 @@ from modelrunner.caches import free_arena, restore_arena
 from modelrunner.checkpoint import ModelCard
 from modelrunner.choices import Choices, choices_of
 from modelrunner.draft_policy import NO_DRAFTS
-from modelrunner.errors import CapacityWarning, EngineError, PluginWarning, RequestError, warn_caller
+from modelrunner.errors import CapacityWarning, EngineError, RequestError, warn_caller
 from modelrunner.guides import End
+from modelrunner.live_weights import LiveWeights
 from modelrunner.logprob_books import keep_logprobs
-from modelrunner.media_steps import DELTA
 from modelrunner.memory_profile import weight_bytes
-from modelrunner.model_state import No
+from modelrunner.new_weights import check_version
 from modelrunner.outputs import OutputProcessor
 from modelrunner.page_pool import PagePool
+from modelrunner.part_calls import PartCalls
 from modelrunner.request import Prompt, Request, RequestOutput, SamplingParams, make_request, merged_eos
 from modelrunner.sampling_params import shown
 from modelrunner.scheduler import Scheduler
@@ -44,7 +44,6 @@ from modelrunner.step_books import Committed
 from modelrunner.text import Tokenizer
 from modelrunner.token_budget import usual_context
 from modelrunner.watch import Watch
-from modelrunner.weights import load_tensors
 
 FIRST_WEIGHTS = "0"  # version of the weights that an engine starts with
 COMPILING_SECONDS = 0.01  # at most, for a step in which nothing can run before a grammar is compiled
@@ -62,11 +61,13 @@ class Engine:
         self.tokenizer: Tokenizer | None = self.assembly.tokenizer
         merged_eos(self.card, self.tokenizer)  # what is wrong with them is told now, not at the first request
         self.runner = self.assembly.runner
+        self._calls = PartCalls(self.assembly)
         self.scheduler = self._scheduler(self.assembly)
         self._warn_of_small_cache()
         self.outputs = OutputProcessor(self.tokenizer, self.scheduler, self.assembly.taps.arrays)
         self.guides = self.assembly.guides
         self.media = self.assembly.media.books
+        self.weights = LiveWeights(self.assembly)
         self.watch = Watch(self.assembly.observers, self.scheduler)
         self.tickets: deque[Ticket] = deque()
         self.requests: dict[str, Request] = {}  # one for each choice
@@ -75,8 +76,6 @@ class Engine:
         self.closed = False
         self._ended: list[Request] = []  # finished by the host since the last step
         self._ready: list[RequestOutput] = []  # collected between steps, or in a step that raised afterwards
-        self._num_updates = 0
-        self._broken_weights = ""  # why the weights cannot be used
         self._sleeping = False
 
     def _scheduler(self, parts: Assembly) -> Scheduler:
@@ -85,9 +84,9 @@ class Engine:
             groups=parts.layouts,
             pool=PagePool(parts.resolved.num_pages + 1),
             builder=parts.table.builder,
-            row_values=self._row_values,
-            on_admit=self._admit,
-            on_remove=self._removed,
+            row_values=self._calls.row_values,
+            on_admit=self._calls.admit,
+            on_remove=self._calls.remove,
             max_rows=scheduler.max_rows,
             max_batched_tokens=scheduler.max_batched_tokens,
             max_mixed_tokens=scheduler.max_mixed_tokens,
@@ -104,12 +103,6 @@ class Engine:
             shifted_cache=parts.runner.parts.drafting is not None and parts.runner.parts.drafting.needs.shifted,
         )
 
-    def _row_values(self, request: Request) -> Mapping[str, Any]:
-        values = {**self.assembly.sampler.row_values(request), **request.tap_values, **request.draft_values}
-        if request.media is not None and DELTA.name in self.assembly.table.regions:
-            values[DELTA.name] = request.media.delta
-        return values
-
     def _warn_of_small_cache(self) -> None:
         holds, wanted = self.scheduler.max_tokens, self.assembly.resolved.max_model_len
         if holds < wanted:
@@ -117,23 +110,6 @@ class Engine:
                 f"the cache of {self.assembly.resolved.num_pages} pages holds {holds} tokens of one request, less than max_model_len "
                 f"({wanted}); longer requests are refused. Enlarge the cache, or set max_model_len={holds}",
                 CapacityWarning,
-            )
-
-    def _admit(self, row: int, request: Request, resumed: bool) -> Mapping[str, Any]:
-        state = self.assembly.state
-        values = state.resume_row(row, request) if resumed else state.add_row(row, request)
-        return {**values, **self.guides.row_values(request)}
-
-    def _removed(self, row: int, request: Request) -> None:
-        state = self.assembly.state
-        try:
-            state.remove_row(row, request)
-        except Exception as error:  # the row is left all the same: in the middle of that the books must not stop
-            warnings.warn(
-                f"{type(state).__name__}.remove_row raised for request {request.id!r}, which left row {row}: "
-                f"{type(error).__name__}: {error}. What this model state keeps of the row may be stale",
-                PluginWarning,
-                stacklevel=2,
             )
 
     # ---- requests ------------------------------------------------------------------------------------------------
@@ -193,34 +169,13 @@ class Engine:
             self.watch.request_started(each)
 
     def _queue(self, request: Request) -> None:
-        self.assembly.sampler.check(request, self.settings)
-        request.features = int(self.assembly.sampler.features(request.params))
-        if request.params.prompt_logprobs is not None:
-            answer = self.assembly.state.supports("prompt_logprobs")
-            if isinstance(answer, No):
-                raise RequestError(f"prompt_logprobs: {type(self.assembly.state).__name__} gives none: {answer.reason}")
-        self.assembly.taps.admit(request)
-        self.guides.open(request)
-        self._let_draft(request)
+        self._calls.accept(request)
         self.scheduler.add(request)
         try:
             self.outputs.add(request)
         except Exception as error:  # the tokenizer may have fewer ids than the model
             self.scheduler.finish(request, "error")
             raise RequestError(f"prompt: the tokenizer cannot turn its ids into text ({type(error).__name__}: {error})") from error
-
-    def _let_draft(self, request: Request) -> None:
-        """Decide how many drafts steps may have for the request, and ask the drafter for its column values."""
-        drafting, parts = self.runner.parts.drafting, self.assembly
-        if drafting is None:
-            return
-        wanted = request.params.num_draft_tokens
-        alone = request.features & int(parts.sampler.undrafted | parts.taps.all_features) or request.guide is not None
-        request.num_draft = 0 if alone else drafting.most if wanted is None else min(wanted, drafting.most)
-        try:
-            request.draft_values = dict(drafting.drafter.row_values(request))
-        except (ValueError, TypeError, KeyError) as error:
-            raise RequestError(f"drafter {parts.resolved.components['drafter']}: {error}") from error
 
     def abort(self, request_id: str) -> None:
         """End a request now; its last output (finish reason `abort`) comes from the next `step`. An id that is not running is ignored.
@@ -380,33 +335,13 @@ class Engine:
         a mixture, and the engine takes no step until a later update succeeds.
         """
         self._check_alive()
-        if version is not None and (not isinstance(version, str) or not version):
-            raise RequestError(f"version: got {version!r}; accepted: a string that is not empty, or None")
+        check_version(version)
         self._pause()
         self.scheduler.reset_prefix_cache()
-        state, device, scales = self.assembly.state, self.assembly.device, self.assembly.scales
-        weight_map = state.weight_map(self.card)
-        device.synchronize()
-        try:
-            drafting = self.runner.parts.drafting
-            weights = scales.passing(tensors if drafting is None else drafting.passing(tensors), weight_map)
-            load_tensors(state.module, weight_map, weights, source="the set of new weights", writing=self._note_write)
-            scales.store()
-        except BaseException as error:
-            if self._broken_weights:
-                self._broken_weights = f"{type(error).__name__}: {error}"
-            raise
-        finally:
-            device.synchronize()
-        self._broken_weights = ""
+        self.weights.replace(tensors)
         self.media.reset()
-        self._num_updates += 1
-        self.outputs.weight_version = str(self._num_updates) if version is None else version
+        self.outputs.weight_version = str(self.weights.num_updates) if version is None else version
         self.scheduler.reset_prefix_cache(self.weight_version.encode())
-
-    def _note_write(self) -> None:
-        """From the first write of an update to its end the weights are a mixture."""
-        self._broken_weights = self._broken_weights or "it was interrupted"
 
     def reset_media_cache(self) -> None:
         """Forget what images and videos were encoded to, e.g. to measure. Requests that are computing some keep it until they have done."""
@@ -450,9 +385,7 @@ class Engine:
     @property
     def weights_problem(self) -> str:
         """Why no step is taken: an update of the weights failed half-way, and no later one succeeded. Empty when nothing is wrong."""
-        if not self._broken_weights:
-            return ""
-        return f"the weights are a mixture, since the last update_weights failed ({self._broken_weights}); call it again with all tensors"
+        return self.weights.problem
 
     def _check_weights(self) -> None:
         if self.weights_problem:

@@ -96,10 +96,6 @@ class HookSpecs:
         """Taps that read or change hidden states for the requests that ask. `model_info.tap_points` says where this model has some."""
 
     @hookspec
-    def grammar_backend(self, settings: RunnerSettings) -> Offer[type[GrammarBackend]] | Decline | None:
-        """Bid to compile the grammars of structured output. Loaded when the first request asks for it; none at all is no error before."""
-
-    @hookspec
     def logits_processors(self, register: RegisterProcessor, model_info: ModelInfo) -> None:
         """Register processors that change the logits of the requests that ask: `register(processor)`."""
 
@@ -108,6 +104,10 @@ class HookSpecs:
         self, group: CacheGroup, device: Device, settings: RunnerSettings
     ) -> Offer[type[AttentionBackend]] | Decline | None:
         """Bid to run attention over the cache group `group`."""
+
+    @hookspec
+    def grammar_backend(self, settings: RunnerSettings) -> Offer[type[GrammarBackend]] | Decline | None:
+        """Bid to compile the grammars of structured output. Loaded when the first request asks for it; none at all is no error before."""
 
     @hookspec
     def observer(self, settings: RunnerSettings) -> Observer | Sequence[Observer] | None:

@@ -1,9 +1,10 @@
 """Decides what each step runs, and follows what each step did. Host only, numpy only.
 
 The idea: a request owns a row from admission to its end or its preemption. `plan` gives every running row one more token, spends what is
-left of the token budget on unfinished prompts, then on new requests; `commit` reads the records of a step that ran. Between the two,
-several steps may be in flight, so each row has two sets of counters (see `rows`). Work per step depends on what changes, not on how many
-rows run: while all rows decode and nobody comes or goes, steps are repeated (see `steady`); whatever else happens settles them first.
+left of the token budget on unfinished prompts, then on new requests; `commit` reads the records of a step that ran (see `commits`). Between
+the two, several steps may be in flight, so each row has two sets of counters (see `rows`). Work per step depends on what changes, not on
+how many rows run: while all rows decode and nobody comes or goes, steps are repeated (see `steady`); whatever else happens settles them
+first.
 """
 
 from __future__ import annotations
@@ -15,20 +16,19 @@ from typing import Any, Literal
 
 import numpy as np
 
-from modelrunner.admission import Admission, PatchSink
-from modelrunner.batch import EMPTY_PATCH, Drain, Finish, Outcome, Plan, Record
+from modelrunner.admission import Admission
+from modelrunner.batch import EMPTY_PATCH, Drain, Outcome, PatchSink, Plan
+from modelrunner.commits import Commits
 from modelrunner.draft_policy import NO_DRAFTS, DraftPolicy
 from modelrunner.no_media import NoMedia
 from modelrunner.page_pool import GroupLayout, Int32Array, PagePool
 from modelrunner.request import Request, Status
-from modelrunner.rows import BoolArray, Growth, HostRows
+from modelrunner.rows import Growth, HostRows
 from modelrunner.steady import Steady
 from modelrunner.steady_drafts import SteadyDrafts
 from modelrunner.step_books import Committed, Draft, Stats, Undo, note_growth
 from modelrunner.token_budget import TokenBudget
 from modelrunner.waiting import Deadlines, Entry
-
-REASONS = {Finish.STOP: "stop", Finish.LENGTH: "length", Finish.ERROR: "error"}
 
 
 class Scheduler:
@@ -75,9 +75,9 @@ class Scheduler:
             max_batched_tokens=max_batched_tokens, by_priority=policy == "priority",
             chunked=chunked_prefill, caching=prefix_caching, cache_seed=cache_seed, shifted=shifted_cache, media=media,
         )  # fmt: skip
+        self.commits = Commits(self._rows, pool, self.admission, self.stats, clock)
         self._builder = builder
         self._budget = TokenBudget(max_batched_tokens, max_mixed_tokens if chunked_prefill else None, usual_context)
-        self._clock = clock
         self._deadlines = Deadlines()
         self._running: Int32Array = np.empty(0, np.int32)  # rows of running requests, in order of admission
         self._repeatable: Plan | None = None  # the newest plan, if all running rows decode in it, and nobody came or went since
@@ -112,7 +112,7 @@ class Scheduler:
                 self._settle()
                 self.admission.release(request)
                 self._refresh_running()
-            self._end(request, reason, stop_reason)
+            self.commits.end(request, reason, stop_reason)
         if keep_output is not None:
             del request.output_token_ids[keep_output:]
             request.finish_reason, request.stop_reason = reason, stop_reason
@@ -322,7 +322,7 @@ class Scheduler:
         self._step -= 1
         table = self._rows
         table.last_ticket[plan.rows] = undo.last_ticket
-        alive = self._alive(plan)
+        alive = self.commits.alive(plan)
         rows = plan.rows[alive]
         table.retreat(rows, plan.num_query[alive], int(alive[: plan.num_decode].sum()), undo.sampled[alive])
         for growth in undo.growths:
@@ -346,104 +346,14 @@ class Scheduler:
             self._undo = None
         self.stats.steps += 1
         if self._steady is not None and self._steady.commit(plan, outcome.records):
-            return self._commit_steady(outcome, self._steady)
+            return self.commits.steady(outcome, self._steady)
         self._settle()
-        return self._commit(outcome)
-
-    def _commit_steady(self, outcome: Outcome, steady: Steady | SteadyDrafts) -> Committed:
-        """What else follows from more tokens of each row, all of them with output before: no page of a prompt is left to index."""
-        plan, records = outcome.plan, outcome.records
-        tokens, counts = records[:, Record.TOKENS : Record.TOKENS + 1 + plan.num_draft], plan.num_query
-        computed = generated = plan.num_tokens
-        if plan.num_draft:
-            counts, computed = records[:, Record.NUM_TOKENS], int(plan.num_query.sum())
-            generated = int(counts.sum())
-            self.stats.checked(records[:, Record.DRAFTED], counts)
-        self.stats.computed_tokens += computed
-        self.stats.generated_tokens += generated
-        for table in self._rows.tables:
-            if table.windowed:
-                table.free_behind(plan.rows, steady.computed(), self.pool)
-        return Committed(plan.rows, tokens, counts, [])
-
-    def _commit(self, outcome: Outcome) -> Committed:
-        """Any records, row by row."""
-        plan, rows = outcome.plan, self._rows
-        live = self._alive(plan)
-        records, at, computing, num_decode = outcome.records, plan.rows, plan.num_query, plan.num_decode
-        if not live.all():
-            records, at, computing, num_decode = records[live], at[live], computing[live], int(live[:num_decode].sum())
-        named = (records[:, Record.ROW] == at) & (records[:, Record.GENERATION] == plan.generations[live])
-        assert named.all(), f"step {plan.step}: a record names another row or tenancy than the plan"
-        finish, counts = records[:, Record.FINISH], records[:, Record.NUM_TOKENS]
-        tokens = records[:, Record.TOKENS : Record.TOKENS + 1 + plan.num_draft]
-        if (ended := finish != Finish.NONE).any():
-            counts = np.where(finish == Finish.ERROR, 0, counts)
-        new = counts > 0
-        known = rows.known[at]
-        self._note_first_tokens(at[new & (known == rows.num_prompt[at])])
-        if plan.num_draft:
-            self._note_drafts(at[:num_decode], computing[:num_decode], counts[:num_decode], records[:num_decode, Record.DRAFTED])
-        rows.append(at, tokens, counts)
-        rows.computed[at] = np.where(new, known + counts - 1, rows.computed[at] + computing)
-        self.stats.computed_tokens += int(computing.sum())
-        self.stats.generated_tokens += int(counts.sum())
-        self.admission.index_prompts(at)
-        if rows.num_media:
-            self.admission.media.commit(at)
-        for table in rows.tables:
-            if table.windowed:
-                table.free_behind(at, rows.computed[at], self.pool)
-        finished = self._finish_rows(at[ended], finish[ended])
-        if new.all():
-            return Committed(at, tokens, counts, finished)
-        return Committed(at[new], tokens[new], counts[new], finished)
-
-    def _note_drafts(self, at: Int32Array, planned: Int32Array, counts: Int32Array, drafted: Int32Array) -> None:
-        """Decode rows `at` were planned to get up to so many tokens, and got `counts` (none, if they end with an error)."""
-        got = counts > 0
-        self._rows.correct(at[got], planned[got], counts[got])
-        accepted = self.stats.checked(drafted, counts)
-        self._rows.num_drafted[at] += drafted
-        self._rows.num_accepted[at] += accepted
-        self.stats.by_place(drafted, accepted)
-        self._rows.policy.learn(drafted, accepted)
-
-    def _alive(self, plan: Plan) -> BoolArray:
-        """Which rows of a plan still belong to the tenancy that it names."""
-        alive: BoolArray = self._rows.active[plan.rows] & (self._rows.generation[plan.rows] == plan.generations)
-        return alive
-
-    def _note_first_tokens(self, rows: Int32Array) -> None:
-        now = self._clock() if rows.size else 0.0
-        for row in rows.tolist():
-            request = self.request_at(row)
-            assert request is not None, f"row {row} has no request"
-            request.first_token_time = now
-            self.admission.prompt_is_there(request)
-
-    def _finish_rows(self, rows: Int32Array, codes: Int32Array) -> list[Request]:
-        """End the requests whose record carries a finish code."""
-        finished = []
-        for row, code in zip(rows.tolist(), codes.tolist(), strict=True):
-            request = self.request_at(row)
-            assert request is not None, f"row {row} has no request"
-            if code == Finish.ERROR:
-                self.admission.distrust(row)
-            self.admission.release(request)
-            last = request.output_token_ids[-1] if code == Finish.STOP else None
-            stop = last if last in request.params.stop_token_ids else None
-            self._end(request, REASONS[Finish(code)], request.failure if code == Finish.ERROR else stop)
-            finished.append(request)
-        if finished:
+        committed = self.commits.general(outcome)
+        if committed.finished:
             self._refresh_running()
-        return finished
+        return committed
 
     # ---- rows ----------------------------------------------------------------------------------------------------
-
-    def _end(self, request: Request, reason: str, stop_reason: int | str | None) -> None:
-        request.finish_reason, request.stop_reason = reason, stop_reason
-        self.admission.forget(request)
 
     def _refresh_running(self) -> None:
         """Some of the running rows are free now."""

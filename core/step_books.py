@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from modelrunner.admission import PatchSink
-from modelrunner.batch import PROMPT, UNCAPTURED, Feature, Int64Array, Plan
+from modelrunner.batch import PROMPT, UNCAPTURED, Feature, Int64Array, PatchSink, Plan
 from modelrunner.page_pool import Int32Array, PagePool
 from modelrunner.request import Request
 from modelrunner.rows import BoolArray, Growth, HostRows

@@ -192,7 +192,7 @@ def test_calibration(tmp_path: Path, device: str) -> None:
     again = start(**{"cache.scales": str(tmp_path / "scales.safetensors")})
     assert torch.equal(again.engine.assembly.scales.by_group["full"], scales)
     assert tokens(again) == got
-    assert not llm.engine.runner.warming_up
+    assert not llm.engine.runner.work.warming_up
     assert type(llm.engine.runner.parts.backends["full"]) is PagedAttention
 
 

@@ -241,7 +241,7 @@ def test_texts_of_tokens() -> None:
 def test_a_step_without_them_makes_none(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = driven(captures=True)
     calls: list[int] = []
-    operation = driver.engine.runner.ops.token_logprobs
+    operation = driver.engine.runner.parts.ops.token_logprobs
     monkeypatch.setattr(driver.engine.runner.logprobs.ops, "token_logprobs", lambda *given: calls.append(1) or operation(*given))
     driver.add("plain", P(12, 1), GREEDY)
     driver.finish()

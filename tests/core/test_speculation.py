@@ -10,7 +10,7 @@ import pytest
 import torch
 from mirror_drafter import MirrorPlugin
 
-from modelrunner import LLM, Offer, SamplingParams, hookimpl
+from modelrunner import LLM, Observer, Offer, RequestFinish, SamplingParams, StepReport, hookimpl
 from modelrunner.errors import CheckpointError, PluginError, RequestError, SettingsError
 from modelrunner.kernels.sampling.philox import PURPOSE_DRAFT
 from modelrunner.request import Request
@@ -295,6 +295,39 @@ def test_drafts_that_were_drawn() -> None:
     assert set(ids) == {60, 61}
     stats = driver.engine.scheduler.stats
     assert 0 < stats.num_accepted < stats.num_drafted
+
+
+def test_observers_are_told() -> None:
+    class Listening(Observer):
+        def __init__(self) -> None:
+            self.steps: list[StepReport] = []
+            self.ends: list[RequestFinish] = []
+
+        def on_step(self, report: StepReport) -> None:
+            self.steps.append(report)
+
+        def on_request_finish(self, event: RequestFinish) -> None:
+            self.ends.append(event)
+
+    class Plugin:
+        MODELRUNNER_API = ">=1,<2"
+
+        @hookimpl
+        def observer(self) -> Observer:
+            return heard
+
+    heard = Listening()
+    subject = replace(dense(), plugins=(*dense().plugins, ScriptDrafterPlugin(right, (3, 1)), Plugin()))
+    driver = Driver(subject.engine(drafter="script", depth=2))
+    for number, prompt in enumerate(PROMPTS):
+        driver.add(str(number), prompt, GREEDY)
+    driver.finish()
+    driver.engine.close()
+    stats = driver.engine.scheduler.stats
+    for told in (heard.steps, heard.ends):
+        assert (sum(each.num_drafted for each in told), sum(each.num_accepted for each in told)) == (stats.num_drafted, stats.num_accepted)
+    assert stats.num_drafted > 50
+    assert sum(step.num_generated for step in heard.steps) == 30 * len(PROMPTS)
 
 
 @pytest.mark.parametrize("depth", [1, 3])

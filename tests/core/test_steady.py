@@ -44,14 +44,14 @@ def spied(world: World) -> tuple[list[Plan], list[Plan]]:
     """The plans of the world from now on, and those of them that the steady path committed."""
     plans: list[Plan] = []
     quick: list[Plan] = []
-    launch, commit = world.launch, world.scheduler._commit_steady
+    launch, commit = world.launch, world.scheduler.commits.steady
 
     def noted(plan: Plan) -> None:
         launch(plan)
         plans.append(plan)
 
     world.launch = noted  # type: ignore[method-assign]
-    world.scheduler._commit_steady = lambda outcome, steady: quick.append(outcome.plan) or commit(outcome, steady)  # type: ignore[method-assign, func-returns-value]
+    world.scheduler.commits.steady = lambda outcome, steady: quick.append(outcome.plan) or commit(outcome, steady)  # type: ignore[method-assign, func-returns-value]
     return plans, quick
 
 

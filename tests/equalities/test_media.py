@@ -136,7 +136,7 @@ def test_steps_of_text_read_nothing_of_media() -> None:
 
     driver.engine.runner.launch = watched  # type: ignore[method-assign]
     placed = []
-    ops: Any = driver.engine.runner.ops
+    ops: Any = driver.engine.runner.parts.ops
     place = ops.place_media
     ops.__dict__["place_media"] = lambda *arguments: (placed.append(1), place(*arguments))
     driver.add("t", made((20,)).prompt(), GREEDY)

@@ -73,7 +73,7 @@ for part in "${parts[@]}"; do
     # shellcheck disable=SC2086  # lists of words
     case $part in
     tests)
-        most=$(($(left) < 150 ? $(left) : 150))
+        most=$(($(left) < 175 ? $(left) : 175))
         step tests "$most" "$PYTHON" -P tests/gpu/side_by_side.py --workers "$WORKERS" --seconds $((most - 4)) --alone tests/gpu/test_memory.py $TESTS
         ;;
     small) bench small 160 $small $SCENARIOS --repeat "$REPEAT" --limit 5 "${profile_of[@]}" ;;

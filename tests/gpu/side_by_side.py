@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -17,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -24,6 +26,7 @@ LONG = ("test_random_run.py", "test_graphs.py", "test_logprobs.py", "test_determ
 # pyproject.toml says -q
 PYTEST = (sys.executable, "-P", "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "gpu")
 MOST = 9  # tests of a process
+LAST_WORDS = 3  # seconds in which one that is stopped tells what had failed
 ENDED = re.compile(r"\bin [\d.]+s")
 
 
@@ -66,13 +69,17 @@ def run(part: Part, end: float) -> Outcome:
     begun = time.monotonic()
     command = [*PYTEST, "-rfE", "--tb=short", "--no-header", *part.tests]
     with tempfile.TemporaryFile("w+", encoding="utf-8") as log:
-        try:
-            left = end - begun
-            if left < 1:
-                raise subprocess.TimeoutExpired(command, 0)
-            status: int | None = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, timeout=left, check=False).returncode
-        except subprocess.TimeoutExpired:
-            status = None
+        status: int | None = None
+        if (left := end - begun - LAST_WORDS) > 1:
+            process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+            try:
+                status = process.wait(left)
+            except subprocess.TimeoutExpired:
+                process.send_signal(signal.SIGINT)
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(LAST_WORDS)
+                process.kill()
+                process.wait()
         log.seek(0)
         output = log.read()
     return Outcome(part, status, time.monotonic() - begun, counts(output), output)
@@ -90,7 +97,8 @@ def counts(output: str) -> Counter[str]:
 def told(outcome: Outcome) -> str:
     kinds = ", ".join(f"{number} {kind}" for kind, number in outcome.counts.items()) or "nothing"
     line = f"{outcome.seconds:6.1f} s  {outcome.part.name}: {kinds}{'' if outcome.status is not None else ', then stopped'}"
-    return f"{outcome.output[-6000:]}\n{line}" if outcome.status else line
+    bad = outcome.status or outcome.counts["failed"] or outcome.counts["error"]
+    return f"{outcome.output[-6000:]}\n{line}" if bad else line
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -197,7 +197,7 @@ def test_kernels(example: Callable[[str], ModuleType], plain: Any) -> None:
     module = example("kernels")
     with llm(module) as engine:
         outputs = engine.generate(PROMPTS, GREEDY)
-        assert "override of" in engine.engine.runner.ops.explain()["silu_mul"]
+        assert "override of" in engine.engine.runner.parts.ops.explain()["silu_mul"]
     assert [tuple(output.outputs[0].token_ids) for output in outputs] == plain
 
 

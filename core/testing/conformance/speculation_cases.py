@@ -15,7 +15,7 @@ LONGEST = 120
 
 class Rows:
     """A table of N + 3 rows, and a step over N of them: decode rows with drafts, a chunk that samples and one that does not, dead rows, and
-    two that share the scratch row."""
+    some that share the scratch row. The first row decodes, and goes on."""
 
     def __init__(self, draw: Draw, n: int, drafts: int) -> None:
         def integers(low: int, high: int, *shape: int) -> torch.Tensor:
@@ -25,12 +25,15 @@ class Rows:
         self.rows = torch.randperm(lines - 1, generator=draw.generator)[:n].to(device).int()
         self.rows[n - n // 4 :] = lines - 1
         self.known = integers(1, LONGEST // 2, lines)
+        first = self.rows[:1].long()
+        self.known[first] = 9
         own = self.known[self.rows.long()]
         pending = torch.minimum(integers(1, 9, n) ** (integers(0, 4, n) == 0).int(), own)
+        pending[0] = 1
         self.computed = own - pending
         chunk = torch.minimum(pending, integers(1, 9, n))
         self.query_len = torch.where(chunk == pending, pending + integers(0, 1 + drafts, n), chunk)
-        self.query_len[:: max(n // 3, 2)] = 0
+        self.query_len[1 :: max(n // 3, 2)] = 0
         self.query_len[n - n // 4 :] = 0
         self.computed[self.query_len == 0] = 0
         self.samples = (self.query_len > 0) & (chunk == pending)
@@ -38,8 +41,10 @@ class Rows:
         self.query_start = torch.cat((slots[:1] * 0, slots.cumsum(0).int()))
         self.limit = self.known + integers(1, 9, lines)
         self.finished = integers(0, 3, lines) // 2
-        self.token_ids = integers(0, VOCAB, lines, LONGEST)
+        self.finished[first] = 0
+        self.token_ids = integers(1, VOCAB, lines, LONGEST)
         self.wants = self.samples & (integers(0, 4, n) > 0)
+        self.wants[0] = True
 
     def tokens(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Row, position and validity of each token."""
