@@ -358,7 +358,7 @@ def main(stdin: BinaryIO | None = None) -> int:
     except Exception as error:
         if isinstance(error, EngineError) or not hasattr(errors, type(error).__name__):  # the others say all that there is to say
             traceback.print_exc()
-        failed: Report = Failed(type(error).__name__, str(error) or type(error).__name__)
+        failed: Report = Failed(type(error).__name__, "\n".join([str(error) or type(error).__name__, *getattr(error, "__notes__", ())]))
         outbox.send(encode(failed))
         status = 1
     context.destroy(linger=LINGER_MS)

@@ -31,7 +31,13 @@ BAD_STARTS: list[tuple[type[Exception], dict[str, Any]]] = [
     (CheckpointError, {"model": "/nowhere/at/all"}),
     (CheckpointError, {"model": "damaged"}),  # found out by the engine process, which alone reads weights
     (PluginError, {"device": {"name": "nope"}}),  # found out by the engine process
+    (CheckpointError, {"speculation": {"drafter": "draft_model", "model": "/nowhere"}}),  # with a note of which setting named it
 ]
+
+
+def told(error: BaseException) -> str:
+    """All that it says: a note crosses to this process as further lines of the message."""
+    return "\n".join([str(error), *getattr(error, "__notes__", ())])
 
 
 @pytest.mark.parametrize(("kind", "settings"), BAD_STARTS, ids=lambda value: str(value))
@@ -47,7 +53,7 @@ def test_a_bad_start_raises_what_llm_raises_and_leaves_no_process(
     before = engine_processes()
     with pytest.raises(kind) as there:
         AsyncLLM(**arguments)
-    assert str(there.value) == str(here.value)
+    assert told(there.value) == told(here.value)
     assert engine_processes() == before
 
 
