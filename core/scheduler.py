@@ -297,7 +297,8 @@ class Scheduler:
         table.last_ticket[plan.rows] = plan.step
         self._in_flight.append(plan)
         self._step += 1
-        usual = not table.num_guided and not table.num_media
+        known = plan.num_draft or not any(each.num_draft for each in self._in_flight)  # how far each row will be, where none drafts
+        usual = not table.num_guided and not table.num_media and known
         if plan.num_decode == self._running.size and usual and plan.num_draft == plan.num_next:
             self._repeatable = plan
         return plan

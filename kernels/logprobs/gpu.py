@@ -28,7 +28,8 @@ def _build(kernel: Any, dtype: str, warps: int, spill: int = 0, **constants: Any
 def _rank_build(dtype: str) -> Build:
     size = 4 if dtype == "*fp32" else 2
     short = {"TILE": TILE // size, "LIST": LIST, "SQUARE": SQUARE, "WIDE": WIDE, "WIDTH": 32}
-    return _build(_rank, dtype, 8, GROUP=GROUP, PLACES=2048, SEGMENTS=64, **short)
+    spill = 8 if dtype == "*fp32" else 0  # two words, on some GPUs
+    return _build(_rank, dtype, 8, spill, GROUP=GROUP, PLACES=2048, SEGMENTS=64, **short)
 
 
 def _cut_build(dtype: str, **absent: None) -> Build:

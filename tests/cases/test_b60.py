@@ -98,6 +98,8 @@ def test_a_front_end_and_its_engine_process_load_once_each(log: Path) -> None:
 def test_an_engine_process_with_other_plugins_is_refused(log: Path) -> None:
     """The environment changes between the two: the engine process would load less than this one."""
     here = PluginManager.load(environ={})
-    ready = Ready(1, 1, [info.name for info in here.describe() if info.state == "loaded" and info.name != "acme-good:good"], [])
+    ready = Ready(
+        1, 1, [info.name for info in here.describe() if info.state == "loaded" and info.name != "acme-good:good"], [], ("", "", 0, "", 0)
+    )
     with pytest.raises(PluginError, match=r"this process has loaded .*acme-good:good.*its engine process has loaded"):
         check_plugins(here, ready)

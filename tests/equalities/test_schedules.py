@@ -81,7 +81,7 @@ wishes = st.builds(
     max_tokens=st.one_of(st.integers(8, MAX_OUTPUT), st.integers(1, MAX_OUTPUT)),
     stop_at=st.one_of(st.none(), st.none(), st.integers(0, MAX_OUTPUT - 1)),
     arrival=st.integers(0, 16),
-    abort=st.one_of(st.none(), st.none(), st.none(), st.integers(0, 25)),
+    abort=st.one_of(st.none(), st.none(), st.integers(0, 25)),
 )
 
 

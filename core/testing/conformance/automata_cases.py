@@ -60,12 +60,9 @@ def walk_tokens(ops: Any, draw: Any, rows: int, draft: int) -> Any:
     counts = draw.integers(0, 2 + draft, rows, dtype=torch.int32)
     text = (made.token_start, made.token_bytes, LONGEST, made.stops)
     every, some = at.clone(), at.clone()
-    return (
-        ops.walk_tokens(own, samples, ok, tokens, None, every, made.edges, closed, *text),
-        ops.walk_tokens(own, samples, ok, tokens, counts, some, made.edges, closed, *text),
-        every,
-        some,
-    )
+    ends = ops.walk_tokens(own, samples, ok, tokens, None, every, made.edges, closed, *text)
+    earlier = ops.walk_tokens(own, samples, ok, tokens, counts, some, made.edges, closed, *text)
+    return every, some, ends, earlier
 
 
 AUTOMATA_CASES: dict[str, tuple[Any, Any]] = {

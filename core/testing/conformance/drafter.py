@@ -71,9 +71,10 @@ class DrafterConformance:
         return replace(plain, key=f"{plain.key}-{self.drafter}", plugins=(*plain.plugins, *self.plugins))
 
     def driver(self, monkeypatch: pytest.MonkeyPatch, **schedule: Any) -> Driver:
-        if self.model:
-            monkeypatch.setenv("MODELRUNNER_SPECULATION__MODEL", self.model)
-        return Driver(self.subject().engine(drafter=self.drafter, drafts=self.drafts, **schedule))
+        with monkeypatch.context() as patch:  # other engines of the test have no drafter
+            if self.model:
+                patch.setenv("MODELRUNNER_SPECULATION__MODEL", self.model)
+            return Driver(self.subject().engine(drafter=self.drafter, drafts=self.drafts, **schedule))
 
     def params(self, **more: Any) -> SamplingParams:
         return SamplingParams(**{"temperature": 0, "seed": 7, "max_tokens": TOKENS, "ignore_eos": True} | more)

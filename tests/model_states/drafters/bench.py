@@ -29,6 +29,7 @@ class Queries:
 
     input_ids: torch.Tensor
     positions: torch.Tensor
+    media: None = None
 
 
 class OneRow(AttentionBackend):
