@@ -17,6 +17,7 @@ DIGITS = ((20, 11), (10, 10), (0, 10))  # (shift, bits): a 31-bit distance, high
 SORTED_VOCAB = 4096  # up to here a sort costs less than histograms
 MAX_ELEMENTS = {"cpu": 1 << 17}  # logits at a time, by device type: on a CPU the scratch memory should stay in the cache
 MAX_ELEMENTS_ELSEWHERE = 1 << 24
+BEST_BLOCK = 512  # tokens whose maximum is looked for at once
 
 
 def greedy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -24,9 +25,19 @@ def greedy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
     Returns tokens [n] int64, always in [0, V), and ok [n] bool: False where the largest logit is not finite (all masked, +inf, or any NaN).
     """
-    tokens = logits.argmax(-1)
+    tokens = _first_largest(logits)
     best = logits.gather(1, tokens.unsqueeze(1)).squeeze(1)
     return tokens, torch.isfinite(best)
+
+
+def _first_largest(logits: torch.Tensor) -> torch.Tensor:
+    """`argmax` of each row, by blocks: on a CPU the place of a maximum takes ten times as long to find as the maximum."""
+    rows, vocab = logits.shape
+    if rows == 0 or vocab % BEST_BLOCK:
+        return logits.argmax(-1)
+    blocks = logits.reshape(rows, vocab // BEST_BLOCK, BEST_BLOCK)
+    block = blocks.amax(2).argmax(1)
+    return block * BEST_BLOCK + blocks[torch.arange(rows, device=logits.device), block].argmax(1)
 
 
 def sample(

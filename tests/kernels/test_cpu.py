@@ -12,6 +12,7 @@ from modelrunner.kernels.activation import reference as activation
 from modelrunner.kernels.linear import fbgemm
 from modelrunner.kernels.linear.cpu import matmul
 from modelrunner.kernels.norm.reference import rms_norm
+from modelrunner.kernels.sampling.reference import greedy
 from modelrunner.plugin_manager import PluginManager
 from modelrunner.testing.conformance import KernelConformance
 
@@ -44,6 +45,20 @@ class TestMatmulAdd(KernelConformance):
 
 class TestNormGatedMatmul(KernelConformance):
     op = "norm_gated_matmul"
+
+
+@pytest.mark.parametrize("vocab", [1024, 1000])
+def test_the_best_token_is_the_first_of_the_largest(vocab: int) -> None:
+    """Equal ones in one block and in two, none that is finite, NaN and infinity anywhere."""
+    logits = torch.randn(8, vocab)
+    logits[0, [3, 700]] = logits[1, [600, 601]] = 9.0
+    logits[2] = -torch.inf
+    logits[3, 900], logits[4, 5], logits[5, 999] = torch.nan, torch.inf, -torch.inf
+    logits[6] = 0.0
+    for given in (logits, logits.bfloat16(), logits[:0]):
+        tokens, ok = greedy(given)
+        assert torch.equal(tokens, given.argmax(1))
+        assert ok.tolist() == [True, True, False, False, False, True, True, True][: given.shape[0]]
 
 
 def test_these_are_what_a_cpu_gets() -> None:
