@@ -72,7 +72,7 @@ class Question:
     """What is asked for, and everything that was heard.
 
     pin: name that the setting `pinned_by` asks for (empty: `pin.<hook>`).
-    failures: plugins that could not be loaded. unused: plugins that are installed and disabled, with the reason. installed: loaded plugins.
+    failures: plugins that could not be loaded. unused: plugins that are installed and disabled, with the reason. num_loaded: plugins that could be asked.
     """
 
     hook: str
@@ -81,7 +81,7 @@ class Question:
     answers: tuple[Asked, ...]
     failures: tuple[PluginFailure, ...] = ()
     unused: Mapping[str, str] = field(default_factory=dict)
-    installed: tuple[str, ...] = ()
+    num_loaded: int = 0
     wanted: tuple[str, ...] = ()
     pinned_by: str = ""
 
@@ -136,7 +136,7 @@ def _pin_unknown(question: Question) -> str:
         lines += _near_line(question)
     pinned_failures = [f for f in question.broken if question.pin is not None and f.matches(question.pin)]
     lines += [f"The pinned {failure}" for failure in pinned_failures]
-    return "\n".join([*lines, *heard(question, skip=pinned_failures)])
+    return "\n".join([*lines, *heard(question, skip=pinned_failures), f"{_where_all_are(question)}."])
 
 
 def _tie(question: Question, first: Sequence[tuple[Asked, Offer[Any]]]) -> str:
@@ -161,7 +161,7 @@ def nothing_fits(question: Question) -> str:
     lines = [f"No plugin offers a {question.hook} for {question.subject}."]
     lines += _near_line(question)
     lines += heard(question)
-    lines.append("Install a plugin for it, or pass one as LLM(plugins=[...]) or -p MODULE; `modelrunner plugins` lists what is installed.")
+    lines.append(f"Install a plugin for it, or pass one as LLM(plugins=[...]) or -p MODULE; {_where_all_are(question)}.")
     if question.hook == "model_state" and len(question.wanted) > 1 and question.wanted[0].isidentifier():
         lines.append(f"`modelrunner new-plugin NAME --kind model-state --architecture {question.wanted[0]}` writes one to start from.")
     return "\n".join(lines)
@@ -219,7 +219,7 @@ def _look_alike(one: str, other: str) -> bool:
 
 
 def heard(question: Question, skip: Sequence[PluginFailure] = ()) -> list[str]:
-    """What every plugin said, one line each."""
+    """What every plugin said, one line each. Those that were not asked are counted, not listed: they would bury the rest."""
     lines = []
     for asked in question.answers:
         lines += [f"  {asked.plugin} declined: {_reason(answer)}" for answer in asked.answers if isinstance(answer, Decline)]
@@ -228,8 +228,11 @@ def heard(question: Question, skip: Sequence[PluginFailure] = ()) -> list[str]:
         lines.append(f"  not their business: {', '.join(silent)}")
     lines += [f"  {failure}" for failure in question.broken if failure not in skip]
     lines += [f"  {name} is disabled: {reason}" for name, reason in question.unused.items()]
-    lines.append(f"  installed plugins: {', '.join(question.installed) or 'none'}")
     return lines
+
+
+def _where_all_are(question: Question) -> str:
+    return f"`modelrunner plugins` lists the {question.num_loaded} that are loaded, {len(question.answers)} of them with this hook"
 
 
 def _reason(answer: Decline) -> str:
