@@ -72,7 +72,8 @@ class Question:
     """What is asked for, and everything that was heard.
 
     pin: name that the setting `pinned_by` asks for (empty: `pin.<hook>`).
-    failures: plugins that could not be loaded. unused: plugins that are installed and disabled, with the reason. num_loaded: plugins that could be asked.
+    failures: plugins that could not be loaded. unused: plugins that are installed and disabled, with the reason. num_loaded: those that
+    are loaded, with this hook or without.
     """
 
     hook: str

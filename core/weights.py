@@ -209,7 +209,7 @@ def load_tensors(
 def stranger(found: str, wanted: str) -> str:
     """What is wrong with a checkpoint of which the weight map knows no name at all. found, wanted: one name of each."""
     gguf = found.startswith(("blk.", "token_embd.", "output"))
-    told = ": GGUF files have names of their own, into which a model state translates its map (docs/layers.md, `GGUF files`)" if gguf else ""
+    told = ": GGUF files have names of their own, into which model states translate theirs (docs/layers.md, `GGUF files`)" if gguf else ""
     return f". None of its names is in the model's weight map, which has e.g. {wanted!r}, and the checkpoint {found!r}{told}"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ def add_structured(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--regex", metavar="EXPRESSION", help="the whole output matches this regular expression")
     group.add_argument(
-        "--json-schema", dest="json_schema", metavar="FILE", type=read_text, help="the output is JSON that satisfies the schema in FILE"
+        "--json-schema", dest="json_schema", metavar="FILE", type=read_schema, help="the output is JSON that satisfies the schema in FILE"
     )
     group.add_argument(
         "--grammar", metavar="FILE", type=read_text, help="the output follows the grammar in FILE, in EBNF, whose start is `root`"
@@ -67,6 +68,18 @@ def read_text(name: str) -> str:
         raise argparse.ArgumentTypeError(f"{name}: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise argparse.ArgumentTypeError(f"{name}: not UTF-8 text (byte {error.start})") from None
+
+
+def read_schema(name: str) -> str:
+    """The text of a file that must hold a JSON object."""
+    text = read_text(name)
+    try:
+        if isinstance(json.loads(text), dict):
+            return text
+        reason = "accepted: a JSON object, the schema"
+    except (ValueError, RecursionError) as error:
+        reason = f"not JSON: {error}"
+    raise argparse.ArgumentTypeError(f"{name}: {reason}") from None
 
 
 def given(args: argparse.Namespace) -> dict[str, Any]:

@@ -99,5 +99,5 @@ def test_a_plugin_may_read_the_metadata_itself(file: Path) -> None:
 
 @pytest.mark.parametrize("name", ["model.layers.0.mixer.in_proj.weight", "model.embeddings.weight", "model.layers.x.mlp.up_proj.weight"])
 def test_a_name_that_is_not_known_is_told(name: str) -> None:
-    with pytest.raises(ValueError, match="no GGUF name is known for .*mlp.up_proj.*model.embed_tokens.*`own`"):
+    with pytest.raises(ValueError, match=r"no GGUF name is known for .*mlp\.up_proj.*model\.embed_tokens.*`own`"):
         gguf_name(name)

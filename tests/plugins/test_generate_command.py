@@ -171,7 +171,7 @@ WRONG = [
     (["--prompt", "a", "--choice", ""], "structured_outputs.choice: it contains ''"),
     (["--prompt", "a", "--json-schema", "/no/schema"], "argument --json-schema: /no/schema: No such file or directory"),
     (["--prompt", "a", "--grammar", "/"], "argument --grammar: /: Is a directory"),
-    (["--prompt", "a", "--json-schema", __file__], "it is no JSON"),
+    (["--prompt", "a", "--json-schema", __file__], "test_generate_command.py: not JSON: Extra data: line 1 column 3"),
     (["--prompt", "a", "--num-draft-tokens", "-1"], "num_draft_tokens: got -1"),
 ]
 
