@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, Self
 
 from modelrunner.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence, search
@@ -46,7 +47,8 @@ if TYPE_CHECKING:
 class LLM:
     """A model, ready to generate. Everything that runs in its engine is its own; not thread-safe.
 
-    model: hub id, folder, or file, as text or a path; "" for the small built-in one. plugins: plugin objects or module names, beside the installed ones.
+    model: hub id, folder, or file, as text or a path; "" for the small built-in one. plugins: plugin objects or module names, beside the
+    installed ones.
     settings: as for `load_settings`: flat names (`max_model_len=4096`), sections (`cache={"page_size": 32}`), and so on.
     """
 
