@@ -127,14 +127,17 @@ def choose(question: Question) -> Choice[Any]:
 
 def _pin_unknown(question: Question) -> str:
     names = sorted({offer.name for _, offer in question.offers})
-    offered = ", ".join(names) or "nothing"
+    offered = f"Offered: {', '.join(names) or 'nothing'}."
     setting = question.pinned_by or f"pin.{question.hook}"
-    lines = [f"{setting} = {question.pin!r}, but no plugin offers that for {question.subject}. Offered: {offered}."]
+    named = [asked for asked in question.answers if question.pin in (asked.plugin, asked.candidate.entry_point)]
+    reasons = [_reason(answer) for asked in named for answer in asked.answers if isinstance(answer, Decline)]
+    if reasons:  # the name is right, what it is asked for is not: what others say is beside the point
+        lines = [f"{setting} = {question.pin!r}, which declined {question.subject}: {'; '.join(reasons)}. {offered}", *_near_line(question)]
+        return "\n".join([*lines, f"{_where_all_are(question)}."])
+    lines = [f"{setting} = {question.pin!r}, but no plugin offers that for {question.subject}. {offered}"]
     near = near_names([question.pin or ""], names, n=1)
     if near:
         lines.append(f"Did you mean {near[0]!r}?")
-    if any(question.pin in (asked.plugin, asked.candidate.entry_point) for asked in question.answers):  # the pin is right, the model is not
-        lines += _near_line(question)
     pinned_failures = [f for f in question.broken if question.pin is not None and f.matches(question.pin)]
     lines += [f"The pinned {failure}" for failure in pinned_failures]
     return "\n".join([*lines, *heard(question, skip=pinned_failures), f"{_where_all_are(question)}."])

@@ -158,6 +158,19 @@ def test_nothing_fits_tells_who_said_what_and_near_names() -> None:
         assert part in text
 
 
+def test_a_pinned_plugin_that_declines_says_why_and_nobody_else_does() -> None:
+    manager = load(
+        plugin("eagle", drafter=lambda card: Decline("it has weights: name them")),
+        plugin("medusa", drafter=lambda card: Decline("so has this")),
+        plugin("ngram", drafter=lambda card: Offer("ngram", lambda: None)),
+    )
+    with pytest.raises(PluginError) as caught:
+        manager.choose("drafter", pin="eagle", pinned_by="speculation.drafter", card=None, target=None, settings=None)
+    first, second = str(caught.value).splitlines()
+    assert first == "speculation.drafter = 'eagle', which declined this engine: it has weights: name them. Offered: ngram."
+    assert second.startswith("`modelrunner plugins` lists the 3")
+
+
 @pytest.mark.parametrize("pin", ["dens", None])
 def test_plugins_that_were_not_asked_are_counted_and_not_listed(pin: str | None) -> None:
     """The list of all that is installed would bury what was asked for, what was heard and what is near."""
