@@ -212,6 +212,14 @@ def near_miss(question: Question, offer: Offer[Any]) -> str:
     return ""
 
 
+def passed_over(choice: Choice[Any]) -> list[str]:
+    """For errors of a fallback: why plugins declined that may know what it was taken for, since they name nothing else that they accept."""
+    if choice.offer.fit != "fallback":
+        return []
+    declines = [(asked.plugin, answer) for asked in choice.answers for answer in asked.answers if isinstance(answer, Decline)]
+    return [f"{plugin} declined: {answer.reason}" for plugin, answer in declines if not answer.accepts]
+
+
 def _look_alike(one: str, other: str) -> bool:
     """Whether one architecture may be a misspelling of the other."""
     if re.findall(r"\d+", one) != re.findall(r"\d+", other):

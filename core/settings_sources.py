@@ -145,7 +145,12 @@ def unknown_name(root: type[BaseModel], name: str, origin: str) -> SettingsError
     sections = {n: n for n, info in sorted(fields_of(root).items()) if section_type(info.annotation) is not None}
     candidates = {path.rpartition(".")[2]: path for path in known} | {alias: alias for alias in ALIASES} | sections | known
     near = list(dict.fromkeys(candidates[c] for c in difflib.get_close_matches(name, candidates, n=3, cutoff=0.6)))
-    hint = f"near names are {', '.join(near)}" if near else f"sections are {', '.join(sections)}"
+    section = name.rpartition(".")[0]
+    fields = [path.rpartition(".")[2] for path in known if path.rpartition(".")[0] == section]
+    if near:
+        hint = f"near names are {', '.join(near)}"
+    else:
+        hint = f"settings of {section} are {', '.join(fields)}" if section and fields else f"sections are {', '.join(sections)}"
     if name.partition(".")[0] == "plugin":
         plugins = sorted({path.split(".")[1] for path in known if path.startswith("plugin.")})
         hint += f"; sections of the loaded plugins are {', '.join(plugins) or 'none'} (is the plugin installed and not disabled?)"
