@@ -25,16 +25,14 @@ from modelrunner.engine import Engine
 from modelrunner.errors import RequestError, kind_of
 from modelrunner.media_front import MEDIA_KEYS, Prepared
 from modelrunner.new_weights import Weights, checkpoint_name, checkpoint_tensors
+from modelrunner.prompts import check_ids, prepare_prompt, read_prompt
 from modelrunner.request import (
     OutputKind,
     Prompt,
     RequestOutput,
     SamplingParams,
-    check_ids,
     default_params,
     merged_eos,
-    prepare_prompt,
-    read_prompt,
 )
 
 if TYPE_CHECKING:
