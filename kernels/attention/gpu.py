@@ -13,8 +13,8 @@ from modelrunner.kernels.attention.device import next_power_of_2
 from modelrunner.kernels.attention.fixed import fixed_config, fixed_index, fixed_indexed_attention, fixed_paged_attention
 from modelrunner.kernels.attention.gather import BLOCK, copy_pages, gather_pages
 from modelrunner.kernels.attention.gathered import gathered_attention, gathered_rows
-from modelrunner.kernels.attention.prefill import prefill_attention, prefill_rows
 from modelrunner.kernels.attention.parts import MOST_PARTS
+from modelrunner.kernels.attention.prefill import prefill_attention, prefill_rows
 from modelrunner.kernels.attention.prefill_list import (
     PART_KEYS,
     PrefillConfig,
@@ -257,10 +257,11 @@ def _list_builds() -> list[Build]:
     types = dict.fromkeys(pointers, "*i32") | dict.fromkeys(numbers, "i32")
     rows = {"HAS_WINDOW": False, "BLOCK_ROWS": 256, "QUERIES": 1}
     tiles = {"TILE": 64, "BLOCK_TILES": 4, "BLOCK_KEYS": 0, "PART_KEYS": 0, "MOST_PARTS": MOST_PARTS}
+    many = {"BLOCK_ROWS": 2048, "BLOCK_TILES": 1}
     return [
         Build(decode_items, types, rows | {"CHUNK": 512, "NUM_KV": 8, "BLOCK_CHUNKS": 4, "NUM_BINS": 8}),
         *[Build(prefill_tiles, types, rows | tiles | {"BLOCK_KEYS": keys}) for keys in (0, 64)],
-        *[Build(prefill_tiles, types, rows | tiles | {"BLOCK_ROWS": 2048, "BLOCK_TILES": 1, "PART_KEYS": n}, num_warps=16) for n in (0, PART_KEYS)],
+        *[Build(prefill_tiles, types, rows | tiles | many | {"PART_KEYS": keys}, num_warps=16) for keys in (0, PART_KEYS)],
         Build(sort_tiles, types, {"BLOCK": 32, "BLOCK_OTHERS": 64}),
     ]
 

@@ -165,7 +165,7 @@ def prefill_attention(
             )  # fmt: skip
 
             whole = True
-            if PARTS:
+            if PARTS:  # noqa: SIM102  one is of the build, one of the tile
                 if parts > 1:
                     acc, largest, total, whole = add_up(
                         acc, largest, total, word // 256, word // 16 % 16, parts, head, outputs_ptr, sums_ptr, arrivals_ptr,

@@ -17,7 +17,7 @@ MAX_BLOCK = 1024  # items written at a time
 MIXED_ROWS = 1024  # of a list of a step with prompts, at least: such steps have any number of rows, and each power of two is a build
 USUAL_QUERIES = 128  # times grouped heads, of a tile
 GATHER_QUERIES = 2048  # of the longest prompt, from which on gathering was measured to pay
-PART_KEYS = 1024  # of a part of a tile, and more
+PART_KEYS = 512  # of a part of a tile, and more
 _ANY_SIZE = ("num_rows", "num_tokens", "window", "slots", "num_arrivals")  # no build for each kind of number
 GATHER_BYTES = 512 << 20  # of gathered keys and values; beyond it they are read from their pages
 
@@ -100,7 +100,7 @@ def prefill_tiles(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_TILES: tl.constexpr,
 ):
-    """Write the tiles (row, first query, query length, length, first token, tokens, keys, part) of the rows after the decode rows, in order.
+    """Write the tiles (row, first query, query length, length, first token, tokens, keys, part) of rows that are no decode rows, in order.
 
     Tokens that no row owns, at the end, are tiles of a dead row: their outputs are written too. BLOCK_KEYS: 0, or of what multiples the
     rows' keys take room in gathered memory; then the rows' places in it are written too. PART_KEYS: 0, or least keys of a part: tiles are
