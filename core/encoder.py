@@ -20,20 +20,35 @@ if TYPE_CHECKING:
 class Encoder:
     """Owns the arena: [lines, width] of `dtype`, at a fixed address. Lines that nobody has written hold NaN on a testing device."""
 
-    def __init__(self, device: Device, state: ModelState, lines: int, width: int, hidden_size: int, dtype: torch.dtype) -> None:
-        """width: elements of a line, of which the first `hidden_size` are the embedding."""
+    def __init__(
+        self, device: Device, state: ModelState, lines: int, width: int, hidden_size: int, dtype: torch.dtype, narrow: int = 0
+    ) -> None:
+        """width: elements of a line, of which the first `hidden_size` are the embedding. narrow: most embeddings of an encoding that may
+        run on a part of the device."""
         self._device, self._state, self._hidden_size = device, state, hidden_size
+        self.narrow = narrow
         self.arena = torch.full((lines, width), torch.nan if device.poison else 0.0, dtype=dtype, device=device.torch_device)
 
     def start(self, items: Sequence[MediaItem], lines: Sequence[Int32Array]) -> SideEvent:
         """Enqueue the encoding of items into the arena's lines, [num_embeddings] each. Nothing else may read or write these until the event
         is done."""
-        return self._device.launch_side(partial(self._run, tuple(items), np.concatenate(lines)))
+        places = np.concatenate(lines)
+        return self._device.launch_side(partial(self._run, tuple(items), places), narrow=places.size <= self.narrow)
 
-    def try_out(self, item: MediaItem) -> None:
-        """Encode an item into the first lines, and wait: for the start-up, whose steps need none of them."""
+    @property
+    def shares(self) -> bool:
+        """Whether some encodings leave a part of the device to the steps."""
+        return self._device.paces and self._device.settings.media.encoder_share < 1
+
+    def try_out(self, item: MediaItem, shared: bool = False) -> None:
+        """Encode an item into the first lines, and wait: for the start-up, whose steps need none of them. shared: on a part of the device,
+        if it may."""
+        if shared:
+            self._device.pace_side(self._device.settings.media.encoder_share)
         event = self.start([item], [np.arange(item.num_embeddings, dtype=np.int32)])
         event.wait()
+        if shared:
+            self._device.pace_side(1.0)
 
     @torch.inference_mode()
     def _run(self, items: Sequence[MediaItem], lines: Int32Array) -> None:

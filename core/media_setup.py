@@ -46,17 +46,26 @@ class MediaParts:
         return self.encoder is not None and not self.front.facts.problem
 
     def try_out(self, most: int | None = None) -> None:
-        """Encode an item of the processor's, with `most` embeddings at most, or as large as can be."""
+        """Encode an item of the processor's, with `most` embeddings at most, or as large as can be; then, where encoding may be kept to a
+        part of the device, one as large as may be encoded there."""
         assert self.encoder is not None
         size = self.largest if most is None else min(most, self.largest)
         item = self.front.processor.dummy(size)
+        self._check(item, size)
+        self.encoder.try_out(item)
+        if self.encoder.shares:
+            item = self.front.processor.dummy(min(size, self.encoder.narrow))
+            if item.num_embeddings <= self.encoder.narrow:  # else none is as small as that
+                self.encoder.try_out(item, shared=True)
+
+    def _check(self, item: object, size: int) -> None:
+        """Raise PluginError for a dummy that is no item, or too large."""
         if not isinstance(item, MediaItem) or not 0 < item.num_embeddings <= size:
             gave = f"an item of {item.num_embeddings} embeddings" if isinstance(item, MediaItem) else f"a {type(item).__name__}"
             raise PluginError(
                 f"{type(self.front.processor).__name__}.dummy({size}) gave {gave}; a MediaItem of 1 to {size} is needed. If that is the "
                 "model's smallest item, raise media.arena_tokens or model.max_model_len"
             )
-        self.encoder.try_out(item)
 
 
 def media_facts(state: ModelState, needs: Needs, settings: RunnerSettings, dtype: str) -> MediaFacts:
@@ -92,15 +101,17 @@ def open_media(
     if lines is None:
         lines = max(most, min(settings.scheduler.max_batched_tokens, max_model_len))
     width = needs.hidden_size if needs.media is None else needs.media.width(needs.hidden_size)
-    encoder = Encoder(device, state, lines, width, needs.hidden_size, dtype)
+    together = 1 if settings.device.deterministic else settings.media.encoder_tokens  # a product depends on how many lines it has
+    encoder = Encoder(device, state, lines, width, needs.hidden_size, dtype, settings.media.encoder_tokens)
     books = Encoding(
         EncoderArena(lines),
         encoder.start,
-        max_together=1 if settings.device.deterministic else settings.media.encoder_tokens,  # a product depends on how many lines it has
+        max_together=together,
         chunked=settings.scheduler.chunked_prefill,
         position_rows=facts.position_rows,
         shifted=shifted,
-        duty=settings.media.encoder_duty,
+        share=settings.media.encoder_share,
+        pace=device.pace_side if device.paces else None,
     )
     return MediaParts(front, encoder, books, min(most, lines))
 

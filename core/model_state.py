@@ -234,6 +234,8 @@ class BuildContext:
     """What `build` gets: build layers from these and from nothing global.
 
     linear: makes `Linear` layers of the chosen scheme. ops: operations chosen for the device. dtype, device: of parameters and activations.
+    give_way: an encoder calls it between its layers, and leaves the device to those who decode for a while (`media.encoder_duty`). It may
+    wait; called outside of `ModelState.encode` it does nothing.
     """
 
     settings: RunnerSettings
@@ -243,6 +245,7 @@ class BuildContext:
     dtype: torch.dtype
     device: torch.device
     shard: Shard = field(default_factory=Shard)
+    give_way: Callable[[], None] = lambda: None
 
 
 Tap = Callable[[str, torch.Tensor], torch.Tensor]
@@ -318,7 +321,7 @@ class ModelState(ABC):
 
         Enqueued on a stream of its own while steps run, and never captured: shapes may depend on `info` and may allocate, but as in a step
         nothing waits for the device, and host numbers come in by `tensors`. It may touch nothing that a step writes.
-        What an item's lines are must not depend on the other items.
+        What an item's lines are must not depend on the other items. An encoder of many layers calls `BuildContext.give_way` between them.
         """
         raise NotImplementedError(f"{type(self).__name__} declares Needs.media and has no encode")
 

@@ -36,6 +36,7 @@ class CudaDevice(Device):
     name = "cuda"
     captures = True
     measures = True
+    paces = True
     deterministic = True
 
     def __init__(self, settings: RunnerSettings) -> None:
@@ -97,10 +98,27 @@ class CudaDevice(Device):
         events.end.record(self.side)
         return events
 
-    def launch_side(self, work: Callable[[], None]) -> SideEvent:
+    def launch_side(self, work: Callable[[], None], narrow: bool = False) -> SideEvent:
+        return self._side_stream().start(work, narrow)
+
+    def _side_stream(self) -> SideStream:
         if self._side_work is None:
-            self._side_work = SideStream(self.torch_device)
-        return self._side_work.start(work)
+            self._side_work = SideStream(self.torch_device, self.settings.media.encoder_share)
+        return self._side_work
+
+    def pace_side(self, share: float) -> None:
+        self._side_stream().pace.set(share)
+
+    def pacing(self) -> str:
+        side = self._side_stream()
+        if not side.part:
+            return f"{super().pacing()} ({side.no_part})"
+        every = torch.cuda.get_device_properties(self.torch_device).multi_processor_count
+        return f"on {side.part} multiprocessors of {every} while others decode"
+
+    def give_way(self) -> None:
+        if self._side_work is not None:
+            self._side_work.give_way()
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
         assert self._side_work is not None, "only inside of side work"

@@ -32,9 +32,9 @@ class Clock:
         return self.now
 
 
-def waits(duty: float, decoding: bool) -> list[float]:
+def waits(share: float, decoding: bool) -> list[float]:
     """Seconds between the beginnings of encodings, of three images in an arena with room for all; a step takes half a second."""
-    driver = engine(200, media={"encoder_duty": duty, "encoder_tokens": 24}, device="cpu", rows=2, prefix=False)
+    driver = engine(200, media={"encoder_share": share, "encoder_tokens": 24}, device="cpu", rows=2, prefix=False)
     clock = Clock(driver)
     long = GREEDY.model_copy(update={"max_tokens": 80})
     if decoding:
@@ -52,16 +52,16 @@ def waits(duty: float, decoding: bool) -> list[float]:
     return [after - before for before, after in zip(clock.begun, clock.begun[1:], strict=False)]
 
 
-@pytest.mark.parametrize(("duty", "least"), [(0.5, 4.0), (0.25, 8.0)])
-def test_encoding_pauses_while_others_decode(duty: float, least: float) -> None:
-    found = waits(duty, decoding=True)
+@pytest.mark.parametrize(("share", "least"), [(0.5, 4.0), (0.25, 8.0)])
+def test_encoding_pauses_while_others_decode(share: float, least: float) -> None:
+    found = waits(share, decoding=True)
     assert len(found) == 2
     assert all(least <= gap <= least + 2 for gap in found), found
 
 
-@pytest.mark.parametrize(("duty", "decoding"), [(0.25, False), (1.0, True)])
-def test_nothing_pauses_without_need(duty: float, decoding: bool) -> None:
-    """A request without a row is nobody who decodes; and the full duty has no pauses."""
-    found = waits(duty, decoding)
+@pytest.mark.parametrize(("share", "decoding"), [(0.25, False), (1.0, True)])
+def test_nothing_pauses_without_need(share: float, decoding: bool) -> None:
+    """A request without a row is nobody who decodes; and the full share has no pauses."""
+    found = waits(share, decoding)
     assert len(found) == 2
     assert found[0] <= 3.0, found
