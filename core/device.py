@@ -102,6 +102,14 @@ class Device(ABC):
         waits."""
         raise NotImplementedError(f"device {self.name!r} does not pace side work")
 
+    def side_place(self) -> int:
+        """Where on the device side work runs now, a number. Only inside of it."""
+        return 0
+
+    def capture_side(self, work: Callable[[], None]) -> Callable[[], None]:
+        """As `capture`, of a piece of side work, and inside of it; the result is called where `side_place` is the same."""
+        raise NotImplementedError(f"device {self.name!r} captures no graphs")
+
     def pacing(self) -> str:
         """How side work is kept to its share, for people to read. Once some has run."""
         return "pauses while others decode"
@@ -110,9 +118,10 @@ class Device(ABC):
         """Called by side work between two pieces of it: the place for a pause. Anywhere else nothing happens."""
         return None
 
-    def upload(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A CPU tensor's contents on the device. Only inside of work of `launch_side`."""
-        return tensor.to(self.torch_device)
+    def upload(self, tensor: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """A CPU tensor's contents on the device, in `out` where that is given, contiguous, of the same shape and dtype. Only inside of work
+        of `launch_side`."""
+        return tensor.to(self.torch_device) if out is None else out.copy_(tensor)
 
     @abstractmethod
     def synchronize(self) -> None:

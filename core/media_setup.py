@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from modelrunner.encoder import Encoder
 from modelrunner.encoder_arena import EncoderArena
+from modelrunner.encoder_graphs import EncoderGraphs
 from modelrunner.encoding import Encoding
 from modelrunner.errors import PluginError
 from modelrunner.media import MediaItem, MediaProcessor
@@ -47,16 +48,19 @@ class MediaParts:
 
     def try_out(self, most: int | None = None) -> None:
         """Encode an item of the processor's, with `most` embeddings at most, or as large as can be; then, where encoding may be kept to a
-        part of the device, one as large as may be encoded there."""
+        part of the device, one as large as may be encoded there; and the largest that are captured."""
         assert self.encoder is not None
-        size = self.largest if most is None else min(most, self.largest)
+        encoder, size = self.encoder, self.largest if most is None else min(most, self.largest)
         item = self.front.processor.dummy(size)
         self._check(item, size)
-        self.encoder.try_out(item)
-        if self.encoder.shares:
-            item = self.front.processor.dummy(min(size, self.encoder.narrow))
-            if item.num_embeddings <= self.encoder.narrow:  # else none is as small as that
-                self.encoder.try_out(item, shared=True)
+        encoder.try_out(item)
+        tries = [(encoder.graph_tokens, 2, False)]  # embeddings, how often, on a part of the device
+        if encoder.shares:
+            tries += [(encoder.narrow, 1, True), (encoder.graph_tokens, 2, True)]
+        for tokens, times, shared in tries:
+            item = self.front.processor.dummy(min(size, tokens)) if tokens else item
+            if item.num_embeddings <= tokens:  # else none is as small as that
+                encoder.try_out(item, times, shared)
 
     def _check(self, item: object, size: int) -> None:
         """Raise PluginError for a dummy that is no item, or too large."""
@@ -102,7 +106,10 @@ def open_media(
         lines = max(most, min(settings.scheduler.max_batched_tokens, max_model_len))
     width = needs.hidden_size if needs.media is None else needs.media.width(needs.hidden_size)
     together = 1 if settings.device.deterministic else settings.media.encoder_tokens  # a product depends on how many lines it has
-    encoder = Encoder(device, state, lines, width, needs.hidden_size, dtype, settings.media.encoder_tokens)
+    graphs = None
+    if needs.media is not None and needs.media.capture and device.captures and not settings.graphs.eager and settings.media.graph_tokens:
+        graphs = EncoderGraphs(device, state, width, dtype, min(settings.media.graph_tokens, lines))
+    encoder = Encoder(device, state, lines, width, needs.hidden_size, dtype, settings.media.encoder_tokens, graphs)
     books = Encoding(
         EncoderArena(lines),
         encoder.start,

@@ -319,8 +319,9 @@ class ModelState(ABC):
         """D, required with `Needs.media`: write the embeddings of `items`, one item after the other, into `out`
         [sum of num_embeddings, (1 + features) * H], contiguous, of the model's dtype: each line an embedding, then its features.
 
-        Enqueued on a stream of its own while steps run, and never captured: shapes may depend on `info` and may allocate, but as in a step
-        nothing waits for the device, and host numbers come in by `tensors`. It may touch nothing that a step writes.
+        Enqueued on a stream of its own while steps run, and captured only with `MediaNeeds.capture`, item by item for each `info`: shapes
+        may depend on `info` and may allocate, but as in a step nothing waits for the device, and host numbers come in by `tensors`. It may
+        touch nothing that a step writes.
         What an item's lines are must not depend on the other items. An encoder of many layers calls `BuildContext.give_way` between them.
         """
         raise NotImplementedError(f"{type(self).__name__} declares Needs.media and has no encode")

@@ -104,6 +104,10 @@ class MediaSettings(Section):
     and later), else of the time, with pauses. Less makes tokens come faster, and images later. Below 1, memory is kept for another encoding
     of encoder_tokens."""
 
+    graph_tokens: int = Field(default=512, ge=0, le=2**16)
+    """Most embeddings of an image whose encoding is captured as a graph, when one of its size comes the second time, where the model allows
+    it and graphs are captured; 0 captures none. Larger ones keep the device busier than the host."""
+
     prompt_embeds: bool = False
     """Accept embeddings as prompts (`prompt_embeds`)."""
 

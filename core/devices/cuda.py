@@ -10,7 +10,7 @@ import torch
 
 from modelrunner.device import Device, Event, PinnedBuffer, SideEvent
 from modelrunner.devices.cpu import copy_bytes
-from modelrunner.devices.cuda_side import SideStream
+from modelrunner.devices.cuda_side import SideStream, captured
 
 if TYPE_CHECKING:
     from modelrunner.settings import RunnerSettings
@@ -64,17 +64,7 @@ class CudaDevice(Device):
             work()
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(self._pool, capture_error_mode="thread_local")  # on the current stream: `launch` has set it
-        try:
-            work()
-        except BaseException:
-            with contextlib.suppress(RuntimeError):  # what broke the capture is the error to show
-                graph.capture_end()
-            raise
-        graph.capture_end()
-        replay: Callable[[], None] = graph.replay
-        return replay
+        return captured(work, self._pool)
 
     def build(self, work: Sequence[Callable[[], None]]) -> None:
         try:
@@ -120,9 +110,14 @@ class CudaDevice(Device):
         if self._side_work is not None:
             self._side_work.give_way()
 
-    def upload(self, tensor: torch.Tensor) -> torch.Tensor:
-        assert self._side_work is not None, "only inside of side work"
-        return self._side_work.upload(tensor)
+    def side_place(self) -> int:
+        return self._side_stream().place
+
+    def capture_side(self, work: Callable[[], None]) -> Callable[[], None]:
+        return self._side_stream().capture(work)
+
+    def upload(self, tensor: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        return self._side_stream().upload(tensor, out)
 
     def synchronize(self) -> None:
         if self._side_work is not None:

@@ -9,10 +9,12 @@ stream, where the memory for another stream's work was not counted, and where it
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import torch
 
@@ -101,6 +103,7 @@ class SideStream:
         self._pieces: list[tuple[torch.Tensor, torch.cuda.Event]] = []
         self._next = 0
         self._thread_id = -1
+        self._pools = [torch.cuda.graph_pool_handle() for _ in range(2)]  # of each place
 
     def start(self, work: Callable[[], None], narrow: bool) -> SideWork:
         event = torch.cuda.Event()
@@ -146,10 +149,24 @@ class SideStream:
         """Wait until all work is enqueued."""
         self._thread.submit(int).result()
 
+    @property
+    def place(self) -> int:
+        """Of the work that runs: 1 is the part."""
+        return int(self._stream is not self._whole)
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        """In the thread: a graph of `work`, which makes no pauses there."""
+        thread, self._thread_id = self._thread_id, -1
+        try:
+            return captured(work, self._pools[self.place])
+        finally:
+            self._thread_id = thread
+
     @torch.inference_mode()
-    def upload(self, tensor: torch.Tensor) -> torch.Tensor:
-        """In the thread: the tensor's contents on the device. A piece waits until the copy out of its memory before it is done."""
-        out = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
+    def upload(self, tensor: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """In the thread: see `Device.upload`. A piece waits until the copy out of its memory before it is done."""
+        if out is None:
+            out = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
         if not tensor.numel():
             return out
         source, target = (each.reshape(-1).view(torch.uint8) for each in (tensor.contiguous(), out))
@@ -164,3 +181,18 @@ class SideStream:
             target[start : start + part.numel()].copy_(memory[: part.numel()], non_blocking=True)
             event.record(self._stream)
         return out
+
+
+def captured(work: Callable[[], None], pool: Any) -> Callable[[], None]:
+    """A graph of `work`, recorded on the current stream, which is not the default one, with memory of the pool. Returns what replays it."""
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin(pool, capture_error_mode="thread_local")
+    try:
+        work()
+    except BaseException:
+        with contextlib.suppress(RuntimeError):  # what broke the capture is the error to show
+            graph.capture_end()
+        raise
+    graph.capture_end()
+    replay: Callable[[], None] = graph.replay
+    return replay

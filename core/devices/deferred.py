@@ -126,8 +126,11 @@ class DeferredCpuDevice(CpuDevice):
             self._run_work()
         self._advance_steps()
 
-    def upload(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.clone()
+    def capture_side(self, work: Callable[[], None]) -> Callable[[], None]:
+        return work
+
+    def upload(self, tensor: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        return tensor.clone() if out is None else out.copy_(tensor)
 
     def release(self, buffer: PinnedBuffer) -> None:
         if self.poison:

@@ -106,12 +106,13 @@ class Bench:
         self.media: Encoding = self.engine.media
         self.number = 0
 
-    def images(self, count: int) -> list[Any]:
+    def images(self, count: int, side: int | None = None) -> list[Any]:
         """Prepared prompts of one image each, of 32 tokens of text around it, and the seconds that preparing took."""
+        side = side or self.side
         from PIL import Image
 
         generator = np.random.default_rng(self.number)
-        pictures = [Image.fromarray(generator.integers(0, 256, (32, 32, 3), np.uint8)).resize((self.side, self.side)) for _ in range(count)]
+        pictures = [Image.fromarray(generator.integers(0, 256, (32, 32, 3), np.uint8)).resize((side, side)) for _ in range(count)]
         front, text = self.engine.assembly.media.front, list(range(100, 116))
         prompts = [{"prompt_token_ids": [*text, PLACEHOLDER, *text], "multi_modal_data": {"image": each}} for each in pictures]
         begun = time.monotonic()
@@ -138,6 +139,16 @@ class Bench:
         self.run()
         seconds = time.monotonic() - begun
         say(what, seconds=seconds, tokens_per_second=len(prompts) * self.out / seconds, encoded=self.media.num_encoded - encoded)
+
+    def one_by_one(self, side: int) -> None:
+        """Nothing else runs: from an image's arrival to its token. The second of its size is captured where that is allowed."""
+        took = []
+        for prompt in self.images(8, side):
+            begun = time.monotonic()
+            self.add(prompt, 1)
+            self.run()
+            took.append(1e3 * (time.monotonic() - begun))
+        say(f"{side} x {side} one by one", first_ms=took[0], second_ms=took[1], then_ms=float(np.median(took[2:])))
 
     def encoder_alone(self, prompts: list[Any]) -> None:
         """One encoding of these prompts' images: how long the host enqueues, and how long until the device has done."""
@@ -238,6 +249,8 @@ def main() -> None:
         bench.encoder_alone(prompts[:count])
     if not bench.dry:
         torch.cuda.set_sync_debug_mode("error")
+    for side in (56, 112) if bench.dry else (224, 448, 616, 1024):
+        bench.one_by_one(side)
     if not asked.decoding:
         bench.timed("images, encoded", prompts)
         bench.timed("images, found in the arena", prompts)

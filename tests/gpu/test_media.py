@@ -167,3 +167,30 @@ def test_a_part_of_the_multiprocessors() -> None:
         torch.testing.assert_close(got, want)
         spans.append(begun.elapsed_time(ended))
     assert spans[1] > 1.5 * spans[0], f"as fast on {count} multiprocessors of {every} as on all: {spans} ms"
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_images_of_one_size_are_encoded_by_a_graph(no_waiting: None, shared: bool) -> None:
+    """On all multiprocessors and on a part of them; steps run on while it is captured."""
+    driver = start(tokens=64, rows=4, arena=200)
+    graphs: Any = driver.engine.assembly.media.encoder.graphs  # type: ignore[union-attr]
+    before = graphs.num_captured
+    assert before, "none was captured at the start"
+    many = [made((3, (5, 4), 4), seed) for seed in range(5)]
+    torch.cuda.set_sync_debug_mode("error")
+    if shared:
+        driver.engine.add_request("text", prepared(driver, made((9,), 5)), GREEDY.model_copy(update={"max_tokens": 400}))
+        driver.outputs["text"] = []
+    for number, one in enumerate(many):
+        driver.engine.add_request(str(number), prepared(driver, one), GREEDY)
+        driver.outputs[str(number)] = []
+        driver.step_until(lambda number=number: driver.is_finished(str(number)), 5000)  # type: ignore[misc]
+    driver.finish()
+    torch.cuda.set_sync_debug_mode("default")
+    for number, one in enumerate(many):
+        assert_expected(one, driver.result(str(number)))
+    assert graphs.num_captured == before + 1
+    side: Any = driver.engine.assembly.device
+    places = {place for place, kept in graphs._graphs.items() if len(kept) > 1}
+    assert places == {1 if shared and side._side_work.part else 0}
+    EngineProbe(driver).assert_clean()

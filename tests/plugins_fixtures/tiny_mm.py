@@ -120,7 +120,9 @@ class TinyState(DenseState):
     def declare(self, card: Any, settings: Any) -> Any:
         from dataclasses import replace
 
-        return replace(super().declare(card, settings), media=MediaNeeds(features=1, position_rows=3, max_embeddings=MAX_SIDE**2))
+        return replace(
+            super().declare(card, settings), media=MediaNeeds(features=1, position_rows=3, max_embeddings=MAX_SIDE**2, capture=True)
+        )
 
     def supports(self, feature: str) -> Any:
         from modelrunner.model_state import Yes
