@@ -229,6 +229,10 @@ class Shard:
     size: int = 1
 
 
+def _stay() -> None:
+    """A context made by hand has nobody to give way to."""
+
+
 @dataclass(frozen=True)
 class BuildContext:
     """What `build` gets: build layers from these and from nothing global.
@@ -245,7 +249,7 @@ class BuildContext:
     dtype: torch.dtype
     device: torch.device
     shard: Shard = field(default_factory=Shard)
-    give_way: Callable[[], None] = lambda: None
+    give_way: Callable[[], None] = field(default_factory=lambda: _stay)
 
 
 Tap = Callable[[str, torch.Tensor], torch.Tensor]
