@@ -124,7 +124,7 @@ class Linear(nn.Module):
 
     def added(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """`residual` plus the layer's output: [..., in_features], [..., out_features] -> [..., out_features], a new tensor."""
-        return self.scheme.apply_added(self, x, residual) if self.bias is None else residual + self(x)
+        return self.scheme.apply_added(self, x, residual if self.bias is None else residual + self.bias)
 
     def gated(self, x: torch.Tensor, norm: Norm, activation: str) -> torch.Tensor:
         """activation of the output for the norm of x: [..., in_features] -> [..., out_features / 2].

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from modelrunner.text import Tokenizer
 
 FIRST_EMBEDDINGS = 256  # of the item that the start-up encodes where memory is not measured
+SMALL = (4, 16, 64)  # embeddings of items that it encodes too
 
 
 @dataclass(frozen=True)
@@ -47,14 +48,15 @@ class MediaParts:
         return self.encoder is not None and not self.front.facts.problem
 
     def try_out(self, most: int | None = None) -> None:
-        """Encode an item of the processor's, with `most` embeddings at most, or as large as can be; then, where encoding may be kept to a
-        part of the device, one as large as may be encoded there; and the largest that are captured."""
+        """Encode an item of the processor's, with `most` embeddings at most, or as large as can be; small ones, of which products may have
+        kernels of their own; the largest that are captured; and where encoding may be kept to a part of the device, the largest there."""
         assert self.encoder is not None
         encoder, size = self.encoder, self.largest if most is None else min(most, self.largest)
         item = self.front.processor.dummy(size)
         self._check(item, size)
         encoder.try_out(item)
-        tries = [(encoder.graph_tokens, 2, False)]  # embeddings, how often, on a part of the device
+        # Embeddings, how often, on a part of the device.
+        tries = [*((tokens, 1, False) for tokens in SMALL), (encoder.graph_tokens, 2, False)]
         if encoder.shares:
             tries += [(encoder.narrow, 1, True), (encoder.graph_tokens, 2, True)]
         for tokens, times, shared in tries:

@@ -99,7 +99,7 @@ class MediaSettings(Section):
     encoder_tokens: int = Field(default=4096, ge=1, le=2**24)
     """Most embeddings that are encoded together; an image that has more is encoded by itself."""
 
-    encoder_share: float = Field(default=0.6, gt=0, le=1)
+    encoder_share: float = Field(default=0.35, gt=0, le=1)
     """Share of the device that encoding takes while other requests decode: of its multiprocessors where the driver can part them (CUDA 12.4
     and later), else of the time, with pauses. Less makes tokens come faster, and images later. Below 1, memory is kept for another encoding
     of encoder_tokens."""
