@@ -177,6 +177,7 @@ def assemble(arguments: Mapping[str, Any], plugins: Sequence[object] = ()) -> As
         graphs=str(graphs),
         memory=memory,
         automata="" if guides.arena is None else str(guides.arena),
+        encoder=device.pacing() if media.encodes and media.encoder is not None and media.encoder.shares else "",
     )
     observers = collect_objects(manager, "observer", settings=settings)
     parts_of = (manager, settings, resolved, model.card, model.tokenizer, device, needs, state, sampler, taps, guides)

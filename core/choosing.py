@@ -119,4 +119,5 @@ def build_context(choose: Chooser, card: ModelCard, dtype: torch.dtype, device: 
     scheme_type = choose("linear_scheme", setting="linear.scheme", card=card, device=device, settings=settings)
     require_deterministic(settings, scheme_type, f"linear scheme {scheme_type.name}", "linear.scheme")
     linear = LinearFactory(scheme_type(ops, dtype, device.torch_device))
-    return BuildContext(settings=settings, card=card, ops=ops, linear=linear, dtype=dtype, device=device.torch_device)
+    place = device.torch_device
+    return BuildContext(settings=settings, card=card, ops=ops, linear=linear, dtype=dtype, device=place, give_way=device.give_way)

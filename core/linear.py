@@ -41,6 +41,10 @@ class LinearScheme(ABC):
     def apply(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] -> [..., out_features], bias excluded, in x's dtype."""
 
+    def apply_biased(self, layer: Linear, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        """`apply`, plus `bias` [out_features]."""
+        return self.apply(layer, x) + bias
+
     def apply_normed(self, layer: Linear, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         """`apply` to the norm of x. A scheme may do both in one pass."""
         return self.apply(layer, self.ops.rms_norm(x, norm.weight, norm.eps))
@@ -111,8 +115,7 @@ class Linear(nn.Module):
             self.bias.data[rows].copy_(tensor)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = self.scheme.apply(self, x)
-        return out if self.bias is None else out + self.bias
+        return self.scheme.apply(self, x) if self.bias is None else self.scheme.apply_biased(self, x, self.bias)
 
     def normed(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         """The layer's output for the norm of x: [..., in_features] -> [..., out_features]."""
@@ -121,7 +124,7 @@ class Linear(nn.Module):
 
     def added(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """`residual` plus the layer's output: [..., in_features], [..., out_features] -> [..., out_features], a new tensor."""
-        return self.scheme.apply_added(self, x, residual) if self.bias is None else residual + self(x)
+        return self.scheme.apply_added(self, x, residual if self.bias is None else residual + self.bias)
 
     def gated(self, x: torch.Tensor, norm: Norm, activation: str) -> torch.Tensor:
         """activation of the output for the norm of x: [..., in_features] -> [..., out_features / 2].
@@ -175,6 +178,11 @@ class PlainScheme(LinearScheme):
 
     def apply(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
         return cast(torch.Tensor, self.ops.matmul(x, layer.weight))
+
+    def apply_biased(self, layer: Linear, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        if x.dim() != 2:
+            return super().apply_biased(layer, x, bias)
+        return cast(torch.Tensor, self.ops.matmul_add(x, layer.weight, bias))
 
     def apply_normed(self, layer: Linear, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         return cast(torch.Tensor, self.ops.norm_matmul(x, norm.weight, norm.eps, layer.weight))

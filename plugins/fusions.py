@@ -38,7 +38,7 @@ def norm_matmul(ops: Ops) -> Function:
 
 
 def matmul_add(ops: Ops) -> Function:
-    """`matmul_add(x, weight, residual)`: residual + x @ weight.T, a new tensor [T, N]."""
+    """`matmul_add(x, weight, residual)`: residual + x @ weight.T, a new tensor [T, N]. residual: [T, N], or a bias [N]."""
 
     def chain(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         total: torch.Tensor = residual + ops.matmul(x, weight)

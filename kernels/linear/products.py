@@ -40,7 +40,9 @@ def matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def matmul_add(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-    """residual + x @ weight.T, rounded once. x: [T, K]; weight: [N, K]; residual: [T, N]."""
+    """residual + x @ weight.T, rounded once. x: [T, K]; weight: [N, K]; residual: [T, N], or a bias [N], then by the vendor's library."""
+    if residual.dim() == 1:
+        return torch.addmm(residual, x, weight.t())
     tiles = _choose(x, weight, weight.shape[0], False, False) if residual.stride(-1) == 1 else None
     if tiles is None and x.stride(1) == residual.stride(-1) == 1 and weight.is_contiguous() and x.dtype == weight.dtype:
         tiles = added(x.shape[0], *weight.shape, 8 * x.element_size())

@@ -148,7 +148,7 @@ def norm_matmul(ops: Any, draw: Draw, rows: int, inner: int, outer: int) -> Any:
 def matmul_add(ops: Any, draw: Draw, rows: int, inner: int, outer: int) -> Any:
     x, weight, residual = draw.noise(rows, 2 * inner)[:, :inner], draw.noise(outer, inner) / inner**0.5, draw.noise(rows, outer)
     kept = x.clone(), residual.clone()
-    return ops.matmul_add(x, weight, residual), x - kept[0], residual - kept[1]
+    return ops.matmul_add(x, weight, residual), ops.matmul_add(x, weight, residual[0]), x - kept[0], residual - kept[1]
 
 
 def norm_gated_matmul(ops: Any, draw: Draw, rows: int, inner: int, outer: int) -> Any:
