@@ -47,6 +47,11 @@ class GroupLayout:
         """The groups that its block table serves."""
         return (self.group, *(rider.group for rider in self.riders))
 
+    @property
+    def whole(self) -> bool:
+        """Whether every token needs all earlier ones, so that nothing is given up before the request ends."""
+        return type(self.group).needed_from is CacheGroup.needed_from
+
     def pages_for(self, tokens: int) -> int:
         """Pages that `tokens` tokens fill, the last one perhaps in part."""
         return -(-tokens // self.tokens_per_page)
@@ -56,6 +61,8 @@ class GroupLayout:
 
         Assumes that `length - needed_from(length)` does not fall as the length grows.
         """
+        if self.whole:
+            return max(self.pages_for(tokens), 1)
         lengths = np.array([tokens], np.int64)
         span = tokens - int(self.group.needed_from(lengths)[0])
         touched = self.pages_for(span + min(chunk, tokens)) + 1

@@ -116,6 +116,7 @@ class PrefixCache:
         self._layouts = tuple(layouts)
         self._pool = pool
         self._unit = math.lcm(*(layout.tokens_per_page for layout in layouts)) if layouts else 0
+        self._whole = [(index, layout) for index, layout in enumerate(layouts) if layout.whole]
         self.miss = Hit(0, (0,) * len(self._layouts), tuple(np.empty(0, np.int32) for _ in layouts))
 
     def hit(self, keys: PageKeys, tokens: Int32Array) -> Hit:
@@ -125,9 +126,9 @@ class PrefixCache:
         """
         if not self._unit:
             return self.miss
-        lengths = np.arange(self._unit, tokens.size, self._unit, dtype=np.int64)
-        if not lengths.size:
+        if tokens.size <= self._unit or self._begins_anew(keys, tokens):
             return self.miss
+        lengths = np.arange(self._unit, tokens.size, self._unit, dtype=np.int64)
         served = np.ones(lengths.size, np.bool_)
         found = []
         for index, layout in enumerate(self._layouts):
@@ -146,6 +147,13 @@ class PrefixCache:
             tuple(int(first[at]) for _, first, _ in found),
             tuple(pages[first[at] : last[at]] for pages, first, last in found),
         )
+
+    def _begins_anew(self, keys: PageKeys, tokens: Int32Array) -> bool:
+        """Whether a group that needs all earlier tokens lacks the first page. Then the others need no keys yet: the request can start, and
+        its prompt is hashed once it is computed, while the device has work."""
+        for index, layout in self._whole[:1]:
+            return not self._pool.find(index, keys.extend(tokens, layout.tokens_per_page, 1)[0])
+        return False
 
     def insert(self, group: int, chain: Sequence[bytes], table: Int32Array, start: int, stop: int) -> None:
         """Enter pages start..stop-1 of a sequence whose block table of `group` is `table`; null pages are passed over."""
