@@ -187,11 +187,12 @@ class PagePool:
 
     def insert(self, group: int, key: bytes, page: int) -> None:
         """Make an owned page findable. A key that is there already keeps its page, and a page its key."""
-        if (group, key) in self._index or self._indexed[page]:
+        entry = (group, key)
+        if entry in self._index or page in self._keys:
             return
         assert self.owners[page] > 0, f"page {page} has no owner and cannot enter the index"
-        self._index[group, key] = page
-        self._keys[page] = (group, key)
+        self._index[entry] = page
+        self._keys[page] = entry
         self._indexed[page] = True
         self.gains += 1
 

@@ -78,7 +78,14 @@ class PageKeys:
         parent = self._hashes.get(tokens_per_page, self.root)
         size = tokens_per_page * tokens.itemsize
         data = tokens[done * tokens_per_page : num_pages * tokens_per_page + self.shifted].tobytes()
-        for page, end in enumerate(range(size, (num_pages - done) * size + 1, size), done):
+        ends = range(size, (num_pages - done) * size + 1, size)
+        if not self.spans and not self.shifted:
+            for end in ends:
+                parent = blake2b(parent + data[end - size : end], digest_size=KEY_BYTES).digest()
+                chain.append(parent)
+            self._hashes[tokens_per_page] = parent
+            return chain
+        for page, end in enumerate(ends, done):
             more = self._media(page * tokens_per_page, tokens_per_page)
             parent = blake2b(parent + data[end - size : end] + more, digest_size=KEY_BYTES).digest()
             following = data[end : end + tokens.itemsize] if self.shifted else b""
@@ -157,9 +164,10 @@ class PrefixCache:
 
     def insert(self, group: int, chain: Sequence[bytes], table: Int32Array, start: int, stop: int) -> None:
         """Enter pages start..stop-1 of a sequence whose block table of `group` is `table`; null pages are passed over."""
+        enter = self._pool.insert
         for key, page in zip(chain[start:stop], table[start:stop].tolist(), strict=True):
             if page:
-                self._pool.insert(group, key, page)
+                enter(group, key, page)
 
     def _lookup(self, index: int, layout: GroupLayout, keys: PageKeys, tokens: Int32Array, length: int) -> Int32Array:
         count = length // layout.tokens_per_page

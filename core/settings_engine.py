@@ -147,9 +147,9 @@ class GraphSettings(Section):
     """Numbers of query tokens that batches with prompts are padded to, rising; empty lets max_tokens decide where graphs are captured, and
     else pads nothing."""
 
-    max_tokens: int = Field(default=2048, ge=0, le=8192)
-    """Most query tokens of a captured step with prompts; larger ones run without a graph, and 0 captures only steps in which all rows
-    decode."""
+    max_tokens: int = Field(default=4096, ge=0, le=8192)
+    """Most query tokens of a captured step with prompts; larger ones, and those with more than 2048 of one prompt, run without a graph,
+    and 0 captures only steps in which all rows decode."""
 
     @field_validator("bucket_rows", "bucket_tokens")
     @classmethod
