@@ -140,5 +140,5 @@ class GatedMLP(nn.Module):
         return cast(torch.Tensor, self.down(activation(self.gate_up(x))))
 
     def residual(self, x: torch.Tensor, norm: RMSNorm, in_place: bool = False) -> torch.Tensor:
-        """x + mlp(norm(x)), where operations may be fused: [T, hidden_size] -> [T, hidden_size], a new tensor, or with in_place perhaps x."""
+        """x + mlp(norm(x)), where operations may be fused: [T, hidden_size] -> [T, hidden_size], new, or with in_place perhaps x."""
         return self.down.added(self.gate_up.gated(x, norm, self.activation), x, in_place)

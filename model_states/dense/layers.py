@@ -62,7 +62,7 @@ class DenseModel(nn.Module):
         tap: Tap,
         sampled: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """hidden: [T, H] embeddings. Returns [T, H], normalised; with sampled (see `ModelState.forward`) [n, H], and hidden is overwritten."""
+        """hidden: [T, H] embeddings. Returns [T, H], normalised; with sampled [n, H], see `ModelState.forward`, and overwrites hidden."""
         cos_sin = self.rotary(positions)
         if sampled is not None:
             return self.narrowed(hidden, cos_sin, attention, sampled)
