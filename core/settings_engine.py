@@ -101,7 +101,7 @@ class SchedulerSettings(Section):
     """Most tokens that one step computes, over all requests."""
 
     max_mixed_tokens: int = Field(default=512, ge=1, le=2**20)
-    """The same for a step in which at least four requests decode for each pending prompt, so that a long prompt does not hold them up. It
+    """The same for a step in which at least 16 requests decode for each pending prompt, so that a long prompt does not hold them up. It
     grows in proportion beside more than 64 that read more than six times the weights' bytes of the cache; half of it goes to prompts in any
     case, and without chunked_prefill it has no effect."""
 
