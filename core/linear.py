@@ -129,7 +129,7 @@ class Linear(nn.Module):
         in_place: nobody needs `residual` any more, and the result may be put there.
         """
         if self.bias is not None:
-            return residual + self(x)
+            return cast(torch.Tensor, residual + self(x))
         return self.scheme.apply_added_in_place(self, x, residual) if in_place else self.scheme.apply_added(self, x, residual)
 
     def gated(self, x: torch.Tensor, norm: Norm, activation: str) -> torch.Tensor:
