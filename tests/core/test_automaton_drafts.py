@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.kernels.chi_square import assert_fits
 from draft_world import PATTERNS, drawn
 from grammar_world import TablePlugin, written
 
@@ -15,6 +14,7 @@ from modelrunner import SamplingParams, StructuredOutputsParams
 from modelrunner.request import Request, Status
 from modelrunner.testing import Driver, EngineProbe, P, ScriptDrafterPlugin, Subject, constant, dense, scripted
 from modelrunner.testing.byte_tokenizer import EOS, FIRST_BYTE
+from tests.kernels.chi_square import assert_fits
 
 LETTERS = 'root ::= ([a-e]{3, 14} ("x" | "yé"))'
 PAIRS = r'root ::= ("{" pair ("," pair){0, 3} "}")' + "\n" + r'pair ::= ("\"" [a-e]{1, 3} "\":" ("1" | "22" | "true" | "null"))'
@@ -36,13 +36,14 @@ MORE: list[dict[str, Any]] = [
     {"stop": ["c"], "include_stop_str_in_output": True},
     {"num_draft_tokens": 1},
 ]
-SHORT: list[dict[str, Any]] = [
+NEEDS_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+SHORT: list[Any] = [
     {"depth": 1, "prefix": False, "chunked": False},
     {"depth": 2, "device": "deferred_cpu"},
     {"depth": 3, "device": "deferred_cpu", "tokens": 24, "device_seed": 5},
     {"depth": 2, "device": "deferred_cpu", "captures": True, "rows": 5, "pages": 24, "page_size": 4, "tokens": 32},
+    *(pytest.param({"depth": depth, "device": "cuda", "rows": 16, "tokens": 48}, marks=NEEDS_GPU) for depth in (1, 3)),
 ]
-NEEDS_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
 
 def asked() -> list[tuple[str, list[int], SamplingParams]]:
@@ -62,6 +63,7 @@ def asked() -> list[tuple[str, list[int], SamplingParams]]:
 
 def run(plugins: Sequence[object], monkeypatch: pytest.MonkeyPatch, **short: Any) -> tuple[Driver, dict[str, Any]]:
     monkeypatch.setenv("MODELRUNNER_GRAMMAR__AUTOMATON_STATES", str(STATES))
+    monkeypatch.setenv("MODELRUNNER_MODEL__DTYPE", "float32")
     subject = Subject(dense().model, "tables", (*dense().plugins, TablePlugin(), *plugins))
     driver = Driver(subject.engine(**short))
     for name, prompt, params in asked():
