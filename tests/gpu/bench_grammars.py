@@ -40,6 +40,7 @@ MODEL = "tiny" if DRY else "qwen3-0.6b"
 VOCAB: int = MODELS[MODEL]["vocab_size"]
 DEVICE = "cpu" if DRY else "cuda"
 ROWS = (2,) if DRY else (1, 32, 256)
+DRAFTS = 3
 BATCH, OUTPUT = (4, 12) if DRY else (64, 256)
 WORDS = 'root ::= ([a-z ]* "!")'
 JSON = r"""
