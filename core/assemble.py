@@ -92,14 +92,14 @@ def assemble(arguments: Mapping[str, Any], plugins: Sequence[object] = ()) -> As
     dtype = model_dtype(settings, device)
     state_type: type[ModelState] = choose("model_state", card=card, settings=settings)
     cache_dtype = cache_type(settings, dtype)
-    with blaming(f"model_state {choose.chosen['model_state']}"):
+    with blaming(f"model_state {choose.chosen['model_state']}", choose.passed_over["model_state"]):
         state = state_type(card, settings)
         needs = checked_needs(state, card, settings)
         check_cache(settings, device, needs, dtype)
         scales = CacheScales(needs.cache_groups, cache_dtype, device.torch_device)
     max_model_len = min(settings.model.max_model_len or needs.max_model_len, needs.max_model_len)
     setup = set_up_drafter(choose, card, state, needs, max_model_len)
-    with blaming(f"model_state {choose.chosen['model_state']}"):
+    with blaming(f"model_state {choose.chosen['model_state']}", choose.passed_over["model_state"]):
         build_module(choose, reader, card, state, dtype, device, ops, scales)
     if setup is not None:
         setup.build(state, reader, card, tokenizer, dtype, device, ops)

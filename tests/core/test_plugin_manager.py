@@ -153,9 +153,38 @@ def test_nothing_fits_tells_who_said_what_and_near_names() -> None:
         "not their business: argument:quiet",
         "'argument:ill'",
         "ZeroDivisionError",
-        "installed plugins: argument:dense",
+        "`modelrunner plugins` lists the 3 that are loaded, 3 of them with this hook.",
     ):
         assert part in text
+
+
+def test_a_pinned_plugin_that_declines_says_why_and_nobody_else_does() -> None:
+    manager = load(
+        plugin("eagle", drafter=lambda card: Decline("it has weights: name them")),
+        plugin("medusa", drafter=lambda card: Decline("so has this")),
+        plugin("ngram", drafter=lambda card: Offer("ngram", lambda: None)),
+    )
+    with pytest.raises(PluginError) as caught:
+        manager.choose("drafter", pin="eagle", pinned_by="speculation.drafter", card=None, target=None, settings=None)
+    first, second = str(caught.value).splitlines()
+    assert first == "speculation.drafter = 'eagle', which declined this engine: it has weights: name them. Offered: ngram."
+    assert second.startswith("`modelrunner plugins` lists the 3")
+
+
+@pytest.mark.parametrize("pin", ["dens", None])
+def test_plugins_that_were_not_asked_are_counted_and_not_listed(pin: str | None) -> None:
+    """The list of all that is installed would bury what was asked for, what was heard and what is near."""
+    others = [plugin(f"other{i}", device=lambda settings: None) for i in range(30)]
+    offers = [Offer("dense", lambda: None)] if pin else []
+    manager = load(plugin("mine", model_state=lambda card: [*offers, Decline("no", ("LlamaForCausalLM",))]), *others)
+    card = ModelCard("m", Path("m"), "dummy", ("LamaForCausalLM",), "lama")
+    with pytest.raises(PluginError) as caught:
+        manager.choose("model_state", pin=pin, card=card, settings=None)
+    text = str(caught.value)
+    assert "other" not in text.replace("another", "")
+    assert "`modelrunner plugins` lists the 31 that are loaded, 1 of them with this hook" in text
+    assert ("Did you mean 'dense'?" if pin else "Near names: LlamaForCausalLM.") in text.splitlines()[1]
+    assert len(text) < 700
 
 
 def test_the_common_ending_makes_no_name_near() -> None:

@@ -407,6 +407,27 @@ def test_config_file_given_twice(toml: Any) -> None:
         load_settings({"config_file": path}, config_file=path, environ={})
 
 
+def test_an_unknown_name_of_a_section_is_told_those_of_the_section() -> None:
+    with pytest.raises(SettingsError, match=r"'pin\.qwertz' .*; settings of pin are .*drafter"):
+        load({"pin.qwertz": 1})
+    with pytest.raises(SettingsError, match=r"'qwertz' .*; sections are cache, device"):
+        load({"qwertz": 1})
+
+
+def test_a_config_file_that_is_no_path() -> None:
+    with pytest.raises(SettingsError, match="config_file = 3: accepted: the path of a TOML file"):
+        load_settings({}, config_file=3, environ={})  # type: ignore[arg-type]
+
+
+def test_a_path_is_as_good_as_its_text(tmp_path: Path) -> None:
+    """Where text is meant; a number from a path is no number."""
+    settings = load({"model": tmp_path, "tokenizer": tmp_path / "t", "media.folder": tmp_path, "speculation": {"model": tmp_path}})
+    named = (settings.model.name, settings.model.tokenizer, settings.media.folder, settings.speculation.model)
+    assert named == (str(tmp_path), str(tmp_path / "t"), str(tmp_path), str(tmp_path))
+    with pytest.raises(SettingsError, match=r"scheduler\.max_rows"):
+        load({"max_num_seqs": tmp_path})
+
+
 # ---- plugin sections -----------------------------------------------------------------------------------------------------
 
 

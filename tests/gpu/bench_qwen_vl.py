@@ -29,7 +29,8 @@ import torch
 from modelrunner.encoding import Encoding
 from modelrunner.engine import Engine
 from modelrunner.media import EncoderInput
-from modelrunner.request import SamplingParams, prepare_prompt
+from modelrunner.prompts import prepare_prompt
+from modelrunner.request import SamplingParams
 
 PLACEHOLDER = 151655
 CONFIG: dict[str, Any] = {
