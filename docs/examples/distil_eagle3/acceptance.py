@@ -25,10 +25,11 @@ ASKED = (
     "Why is the sky blue?",
 )
 TEXTS = (
-    "The keeper carried warm oil up the hundred and twelve steps in a milk can, and the lamp burned until the morning. When the fog came in "
-    "from the sea he rang the bell by hand, once every minute, and counted the strokes in a small notebook.",
-    "Our library will be closed from Monday to Thursday while the roof is mended. Books that are due in that week may be brought back a week "
-    "later at no charge. The reading room in the old school stays open, from nine to five, and so does the telephone line for renewals.",
+    "The keeper carried warm oil up the hundred and twelve steps in a milk can, and the lamp burned until the morning. When the fog came "
+    "in from the sea he rang the bell by hand, once every minute, and counted the strokes in a small notebook.",
+    "Our library will be closed from Monday to Thursday while the roof is mended. Books that are due in that week may be brought back a "
+    "week later at no charge. The reading room in the old school stays open, from nine to five, and so does the telephone line for "
+    "renewals.",
     "A sourdough starter is flour and water in which wild yeast and bacteria live. It is fed every day: half of it is thrown away, and the "
     "same weight of flour and water is stirred in. After about ten days it doubles within six hours, and can raise a loaf.",
 )
