@@ -43,7 +43,7 @@ def kernels(register: Register, device: Device) -> None:
             *(speculation.spread_rows, speculation.store_drafts, speculation.draft_inputs, speculation.draft_pass),
             speculation.ngram_draft,
         ],
-        "automata": [automata.mask_states, automata.walk_tokens],
+        "automata": [automata.draft_states, automata.mask_states, automata.walk_tokens],
         "attention": [attention.write_cache, attention.indexed_write, attention.attention_index, attention.gather_pages],
     }
     for area, functions in exact.items():

@@ -155,9 +155,14 @@ class Sampler:
         """The logits after every stage that edits them. in_place: masks may be laid on the given ones."""
         features, logits = batch.features, given
         if in_place and features & MASKED and not features & REWRITTEN and given.stride(1) == 1:
-            self.ops.mask_logits(given, batch.rows, *(self._given(name, batch) for name in ("allowed", "automata")))
+            masks = [self._given(name, batch) for name in ("allowed", "automata")]
+            if any(masks):
+                self.ops.mask_logits(given, batch.rows, *masks)
         elif features & EDITED:
             logits = self._edit(given, batch)
+        automata = self._edits["automata"]
+        if batch.num_draft and isinstance(automata, Automata) and automata.feature & features:
+            self.ops.mask_logits(logits, None, None, automata.by_line(self.ops, batch))
         acting = [stage for stage in self._processing if stage.feature == Feature.GREEDY or stage.feature & features]
         if acting:
             logits = logits.to(torch.float32, copy=logits is given)
@@ -216,8 +221,10 @@ class Sampler:
         return edited
 
     def _given(self, name: str, batch: Batch) -> tuple[torch.Tensor, ...] | None:
-        """An argument of `edit_logits`; None if no row asks for its stage."""
+        """An argument of `edit_logits`; None if no row asks for its stage, or if it differs from line to line of a row."""
         stage = self._edits[name]
+        if batch.num_draft and isinstance(stage, Automata):
+            return None
         return stage.given(batch.columns) if stage is not None and stage.feature & batch.features else None
 
     def loading(self) -> list[Callable[[], None]]:

@@ -85,7 +85,7 @@ class AttentionWork:
     prefill: PrefillList | None
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "capacity", "window"])
 def decode_items(
     items_ptr,
     count_ptr,
