@@ -30,6 +30,21 @@ class Gemv:
 
 
 @dataclass(frozen=True)
+class Few:
+    """Tiles of `few_kernel`: bn outputs and bt rows (8 or 16) a program, K in steps of `step` for each of `warps`."""
+
+    bn: int
+    bt: int
+    step: int
+    warps: int
+
+    @property
+    def plain(self) -> Gemv:
+        """Tiles of the kernel that computes the same where there are no tensor cores."""
+        return Gemv(self.bn, self.step * self.warps, self.warps)
+
+
+@dataclass(frozen=True)
 class Tiles:
     """Tiles of `tile_kernel`: bn outputs and bt rows a program, K in steps of bk and in `split` parts for as many programs.
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product as product_of
 
-from modelrunner.kernels.linear.plan import Gemv, Stream, Tiles, plan
+from modelrunner.kernels.linear.plan import Few, Gemv, Stream, Tiles, plan
 
 BYTES_PER_US = 4.29e6
-Config = Gemv | Tiles | Stream | None
+Config = Gemv | Few | Tiles | Stream | None
 SHARED = (112_000, 224_000)  # bytes of shared memory that a program's pipeline may fill: with two programs a multiprocessor, and with one
 
 
@@ -109,6 +109,15 @@ def _streams(shape: tuple[int, int, int, int, int], inner: int, weights: int, x:
                 yield Stream(*shape, min(12 // early, stages, steps // early + 1), early=early)
 
 
+def few(product: Product, rows: int) -> Iterator[Few]:
+    """Tiles of `few_kernel` whose weights and input fit in registers."""
+    pair, bt = 2 if product.kind == "gated" else 1, 8 if rows <= 8 else 16
+    for bn, warps, step in product_of((16, 32), (4, 8, 16), (64, 128)):
+        held = product.inner * (bn * pair + bt * (2 if product.kind in ("norm", "gated") else 1)) // (64 * warps)  # registers of a thread
+        if product.inner % (warps * step) == 0 and held <= (180 if warps < 16 else 100) and product.outputs // bn >= 60:
+            yield Few(bn, bt, step, warps)
+
+
 def heads(rows: int) -> list[Config]:
     """For a head: many more programs than run at once."""
     if rows <= 4:
@@ -122,8 +131,13 @@ def heads(rows: int) -> list[Config]:
     ]
 
 
-def candidates(product: Product, rows: int, only_streams: bool = False) -> Iterator[Config]:
-    """Configurations worth a try. only_streams: without those of `tile_kernel`, of many rows."""
+def candidates(product: Product, rows: int, only_streams: bool = False, only_few: bool = False) -> Iterator[Config]:
+    """Configurations worth a try. only_streams: without those of `tile_kernel`, of many rows. only_few: those of `few_kernel`."""
+    if rows <= 16:
+        yield from few(product, rows)
+    if only_few:
+        yield from dict.fromkeys(default(product, many) for many in (3, 8))
+        return
     if rows <= 4:
         for bn, bk, warps in GEMVS:
             registers = product.weight_shape[0] // product.outputs * bn * product.inner / (warps * 64)
@@ -161,6 +175,8 @@ def short(config: Config) -> str:
         return "cuBLAS"
     if isinstance(config, Gemv):
         return f"gemv {config.bn}x{config.bk} w{config.warps}"
+    if isinstance(config, Few):
+        return f"few {config.bn} t{config.bt} {config.step}x{config.warps}"
     if isinstance(config, Stream):
         first = f"early {config.early}" if config.early else f"a{config.ahead}"
         return f"stream {config.bn}x{config.bk}/{config.split} t{config.bt} w{config.warps} s{config.stages} {first}"
