@@ -41,11 +41,27 @@ def _inputs(x_ptr, row, column, there, TILES: gl.constexpr, STRIDE: gl.constexpr
 
 @gluon.jit
 def _products(weights, x, zeros, TILES: gl.constexpr):
-    """float32 [BN, BT]: the sum over all tiles and warps."""
-    total = zeros
-    for i in gl.static_range(TILES):
-        total = mma_v2(weights[i], x[i], total)
+    """float32 [BN, BT]: the sum over all tiles and warps. Several sums at a time, since an instruction waits for the one before on its sum."""
+    CHAINS: gl.constexpr = 4 if TILES >= 4 else TILES
+    sums = ()
+    for c in gl.static_range(CHAINS):
+        total = zeros
+        for i in gl.static_range(c, TILES, CHAINS):
+            total = mma_v2(weights[i], x[i], total)
+        sums = sums + (total,)  # noqa: RUF005
+    total = sums[0]
+    for c in gl.static_range(1, CHAINS):
+        total += sums[c]
     return gl.sum(total, 0)
+
+
+@gluon.jit
+def _normed(weights, norms, TILES: gl.constexpr):
+    """The weights times those of the norm."""
+    found = ()
+    for i in gl.static_range(TILES):
+        found = found + ((weights[i].to(gl.float32) * norms[i].to(gl.float32)).to(weights[i].dtype),)  # noqa: RUF005
+    return found
 
 
 @gluon.jit(do_not_specialize=["T"])
@@ -79,7 +95,10 @@ def few_kernel(
     )
     row = gl.arange(0, BT, gl.SliceLayout(0, gl.SliceLayout(1, right)))[None, None, :]
     if norm_ptr is not None:
-        norms = _tiles(norm_ptr, row * 0, x_column, TILES, STRIDE)
+        norms = _tiles(norm_ptr, 0, w_column, TILES, STRIDE)
+        weights = _normed(weights, norms, TILES)
+        if ACT != 0:
+            ups = _normed(ups, norms, TILES)
     if PDL:
         gdc_wait()
     x = _inputs(x_ptr, gl.minimum(row, T - 1).to(gl.int64) * x_stride, x_column, row < T, TILES, STRIDE)
@@ -90,12 +109,9 @@ def few_kernel(
         residual = gl.load(residual_ptr + t.to(gl.int64) * residual_stride + n, mask=inside, other=0.0).to(gl.float32)
     if norm_ptr is not None:
         squares = gl.zeros([WARPS, STEP, BT], gl.float32, right)
-        scaled = ()
         for i in gl.static_range(TILES):
             wide = x[i].to(gl.float32)
             squares += wide * wide
-            scaled = scaled + ((wide * norms[i].to(gl.float32)).to(dtype),)  # noqa: RUF005
-        x = scaled
     zeros = gl.zeros([WARPS, BN, BT], gl.float32, sums)
     total = _products(weights, x, zeros, TILES)
     if ACT != 0:

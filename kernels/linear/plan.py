@@ -45,6 +45,16 @@ class Few:
 
 
 @dataclass(frozen=True)
+class Several:
+    """Tiles of `several_kernel`: `times` times 256 / c outputs a program, c values of K at a time for each of `warps`."""
+
+    times: int
+    c: int
+    warps: int
+    now: bool = False
+
+
+@dataclass(frozen=True)
 class Tiles:
     """Tiles of `tile_kernel`: bn outputs and bt rows a program, K in steps of bk and in `split` parts for as many programs.
 

@@ -38,7 +38,7 @@ from product_tiles import MODELS, Config, Model, Product, candidates, default, f
 from modelrunner.kernels.activation.gated import silu_mul  # noqa: E402
 from modelrunner.kernels.linear import launch  # noqa: E402
 from modelrunner.kernels.linear.launch import Extras, run  # noqa: E402
-from modelrunner.kernels.linear.plan import Gemv  # noqa: E402
+from modelrunner.kernels.linear.plan import Gemv, Several  # noqa: E402
 from modelrunner.kernels.norm.rows import rms_norm  # noqa: E402
 
 DTYPE = torch.float32 if DRY else torch.bfloat16
@@ -262,7 +262,7 @@ def sweep(bench: Bench, many: list[int], options: argparse.Namespace, end: float
         todo[rows]["head"] = heads(rows)
     # A tile kernel is compiled once for all numbers of rows, a GEMV for each.
     jobs: dict[object, tuple[str, str, int, Config]] = {
-        (product, c, rows if isinstance(c, Gemv) else 0): (name, product, rows, c)
+        (product, c, rows if isinstance(c, Gemv | Several) else 0): (name, product, rows, c)
         for rows, configs in todo.items()
         for product, those in configs.items()
         for c in those
