@@ -1,9 +1,9 @@
 """The steady path of steps with drafts: rows that all decode, k drafts each, for as long as nobody comes or goes.
 
-As in `steady`, a step differs from the one before in little: the rows, their tenancies and how many tokens each may get stay the same. What
-changes is how far each row has come: one sum for a row, to which a commit adds. All else that is counted of a row follows from it and from
-the number of steps in flight, and is written into `HostRows` before somebody reads it there. Records are laid aside whole, and what they say
-is written down many steps at a time.
+As in `steady`, a step differs from the one before in little: the rows, their tenancies and how many tokens each may get stay the same.
+What changes is how far each row has come: one sum for a row, to which a commit adds. All else that is counted of a row follows from it and
+from the number of steps in flight, and is written into `HostRows` before somebody reads it there. Records are laid aside whole, and what
+they say is written down many steps at a time.
 """
 
 from __future__ import annotations

@@ -113,11 +113,12 @@ def plan(
     """
     if inner % 16 or outputs < 16:
         return None
-    if rows <= GEMV_ROWS:
+    weights = outputs * inner * (2 if gated else 1)
+    large = bits == 16 and streams and weights >= LARGE and (outputs < HEAD or inner > 2048)
+    if rows == 1 or (rows <= GEMV_ROWS and not large):
         return _gemv(rows, outputs, inner, gated)
     if bits != 16:
         return None
-    weights = outputs * inner * (2 if gated else 1)
     if rows > TILE_ROWS:
         return _many(rows, outputs, inner, gated) if streams and rows in MANY_ROWS and weights in MANY else None
     if weights >= LARGE:
