@@ -29,6 +29,9 @@ from modelrunner.kernels.attention.write import indexed_write, write_cache
 from modelrunner.kernels.builds import CAPABILITIES, Build
 
 
+FUSED_QUERIES, FUSED_ROWS = 4, 16  # tokens of a row, and these times the heads of a group, up to which one launch does all
+
+
 def indexed_attention(
     q: torch.Tensor,
     cache: torch.Tensor,
@@ -110,9 +113,10 @@ def qkv_attention(
     sinks: torch.Tensor | None = None,
     scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The fusion of that name: one launch for few decode rows of one token each, else two. slots: those of the index."""
+    """The fusion of that name: one launch for few decode rows of few tokens each, else two. slots: those of the index."""
     decode = index.decode
-    if index.prefill is not None or decode.queries > 1 or not decode.config.fused:
+    many = decode.queries > 1 and (decode.queries > FUSED_QUERIES or decode.queries * num_heads > FUSED_ROWS * num_kv_heads)
+    if index.prefill is not None or many or not decode.config.fused:
         q = qkv_rope_write(qkv, num_heads, num_kv_heads, q_norm, k_norm, eps, cos_sin, cache, slots, index, scales=scales)
         return indexed_attention(q, cache, index, scale=scale, softcap=softcap, sinks=sinks, scales=scales)
     if qkv.stride(1) != 1 or cos_sin.stride(1) != 1:
@@ -168,9 +172,8 @@ def _decode_build(kind: str, group: int, dim: int, rows: int, queries: int = 1, 
         "HAS_SCALES": bool(kept),
         "IN_HALF": (kind, kept) == ("bf16", "fp8e4nv"),
     }
-    spill = (
-        16 if fused or kept else 0
-    )  # outside the loop: A100's compiler prefers them to a lower occupancy, B200's where values are scaled
+    # Outside the loop: A100's compiler prefers them to a lower occupancy, B200's where values are scaled. A row's several new keys take more.
+    spill = 96 if fused and queries > 1 else 16 if fused or kept else 0
     signature = _signature(kind, kept)
     if config.stream and not kept:
         constants = {name: value for name, value in constants.items() if name in decode_stream.arg_names} | {"GPU": True}
@@ -259,6 +262,8 @@ _PLAIN = {"HAS_SOFTCAP": False, "HAS_WINDOW": False, "HAS_SINKS": False, "PDL": 
 BUILDS = [
     *[_decode_build("bf16", 2, 128, rows) for rows in (1, 8, 128, 1024)],
     *[_decode_build("bf16", 2, 128, rows, fused=True) for rows in (1, 8, 32)],
+    *[_decode_build("bf16", 2, 128, rows, queries, fused=True) for rows, queries in ((1, 2), (8, 2), (1, 4), (32, 4))],
+    _decode_build("bf16", 4, 128, 8, 4, fused=True),
     _decode_build("bf16", 4, 128, 8, fused=True),
     *[_decode_build("bf16", 3, 64, rows) for rows in (1, 128)],
     _decode_build("bf16", 3, 64, 1, fused=True),

@@ -8,9 +8,8 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from modelrunner.kernels.linear.few import few_kernel
 from modelrunner.kernels.linear.gemv import gemv_kernel
-from modelrunner.kernels.linear.plan import Few, Gemv, Several, Stream, Tiles
+from modelrunner.kernels.linear.plan import Gemv, Several, Stream, Tiles
 from modelrunner.kernels.linear.several import WARP, several_kernel
 from modelrunner.kernels.linear.stream import stream_kernel
 from modelrunner.kernels.linear.tiles import sum_kernel, tile_kernel
@@ -34,15 +33,13 @@ class Extras:
 PLAIN = Extras()
 
 
-def run(tiles: Gemv | Few | Several | Tiles | Stream, x: torch.Tensor, weight: torch.Tensor, extras: Extras = PLAIN) -> torch.Tensor:
+def run(tiles: Gemv | Several | Tiles | Stream, x: torch.Tensor, weight: torch.Tensor, extras: Extras = PLAIN) -> torch.Tensor:
     """residual + act(scale * (norm(x) @ weight.T)). x: [T, K], T >= 1; rows of x and of the residual may be strided, weight is contiguous.
 
     Returns [T, N] in x's dtype; for a gated activation weight is [2N, K], gate rows first.
     """
     if isinstance(tiles, Several):
         return _run_several(tiles, x, weight, extras)
-    if isinstance(tiles, Few):
-        return _run_few(tiles, x, weight, extras) if x.is_cuda else _run_gemv(tiles.plain, x, weight, extras)
     if isinstance(tiles, Gemv):
         return _run_gemv(tiles, x, weight, extras)
     return _run_tiles(tiles, x, weight, extras)
@@ -69,20 +66,7 @@ def _run_several(tiles: Several, x: torch.Tensor, weight: torch.Tensor, extras: 
     strides = (x.stride(0), _stride(residual))
     several_kernel[(triton.cdiv(outputs, lines * tiles.times),)](
         x, extras.norm, weight, extras.scale, residual, out, outputs, *strides, extras.eps,
-        T=rows, K=x.shape[1], BN=lines, S=tiles.times, C=tiles.c, WARPS=tiles.warps, ACT=extras.act, NOW=tiles.now, num_warps=tiles.warps,
-        **pdl(x),
-    )  # fmt: skip
-    return out
-
-
-def _run_few(tiles: Few, x: torch.Tensor, weight: torch.Tensor, extras: Extras) -> torch.Tensor:
-    out = _output(x, weight, extras)
-    (rows, outputs), residual = out.shape, extras.residual
-    if x.stride(0) * x.element_size() % 16 or x.data_ptr() % 16:
-        x = x.contiguous()
-    few_kernel[(triton.cdiv(outputs, tiles.bn),)](
-        x, extras.norm, weight, residual, out, rows, outputs, x.stride(0), _stride(residual), extras.eps,
-        K=x.shape[1], BN=tiles.bn, BT=tiles.bt, STEP=tiles.step, WARPS=tiles.warps, ACT=extras.act, num_warps=tiles.warps, **pdl(x),
+        T=rows, K=x.shape[1], BN=lines, S=tiles.times, C=tiles.c, WARPS=tiles.warps, ACT=extras.act, num_warps=tiles.warps, **pdl(x),
     )  # fmt: skip
     return out
 

@@ -17,20 +17,20 @@ WARP = 256  # values that a warp reads at a time: 16 bytes a thread
 
 
 @triton.jit
-def _tile(ptr, row, column, K: tl.constexpr, EVEN: tl.constexpr, NOW: tl.constexpr = False):
-    """[warps, outputs, C] values at row + column. NOW: the load stays where it stands."""
+def _tile(ptr, row, column, K: tl.constexpr, EVEN: tl.constexpr):
+    """[warps, outputs, C] values at row + column."""
     if EVEN:
-        return tl.load(ptr + row + column, volatile=NOW)
+        return tl.load(ptr + row + column)
     else:
-        return tl.load(ptr + row + column, mask=(row * 0 + column) < K, other=0.0, volatile=NOW)
+        return tl.load(ptr + row + column, mask=(row * 0 + column) < K, other=0.0)
 
 
 @triton.jit
-def _tiles(ptr, row, column, TILES: tl.constexpr, K: tl.constexpr, EVEN: tl.constexpr, NOW: tl.constexpr = False):
+def _tiles(ptr, row, column, TILES: tl.constexpr, K: tl.constexpr, EVEN: tl.constexpr):
     """A tuple of tiles, one after the other along K."""
     found = ()
     for i in tl.static_range(TILES):
-        found = found + (_tile(ptr, row, column + i * (column.shape[0] * column.shape[2]), K, EVEN, NOW),)  # noqa: RUF005 - no unpacking here
+        found = found + (_tile(ptr, row, column + i * (column.shape[0] * column.shape[2]), K, EVEN),)  # noqa: RUF005 - no unpacking here
     return found
 
 
@@ -132,9 +132,9 @@ def _sums(
         wide, square = _wide(xs[t], norms, TILES, HAS_NORM)
         wides = wides + (wide,)  # noqa: RUF005
         squares = squares + (square,)  # noqa: RUF005
-    for t in tl.static_range(T, R):
+    for _ in tl.static_range(T, R):
         squares = squares + (squares[0],)  # noqa: RUF005
-    for s in tl.static_range(1, S):
+    for _ in tl.static_range(1, S):
         for t in tl.static_range(R):
             squares = squares + (squares[t],)  # noqa: RUF005
     for s in tl.static_range(S):
@@ -142,7 +142,7 @@ def _sums(
             totals = totals + (_warp_sum(weights[s], wides[t], TILES),)  # noqa: RUF005
             if ACT != 0:
                 gates = gates + (_warp_sum(ups[s], wides[t], TILES),)  # noqa: RUF005
-        for t in tl.static_range(T, R):
+        for _ in tl.static_range(T, R):
             totals = totals + (squares[0] * 0.0,)  # noqa: RUF005
             if ACT != 0:
                 gates = gates + (squares[0] * 0.0,)  # noqa: RUF005
@@ -155,7 +155,7 @@ def _sums(
 def several_kernel(
     x_ptr, norm_ptr, w_ptr, scale_ptr, residual_ptr, out_ptr, N, x_stride, residual_stride, eps,
     T: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, S: tl.constexpr, C: tl.constexpr, WARPS: tl.constexpr, ACT: tl.constexpr,
-    NOW: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """As `gemv_kernel`, for T rows, 2 to 4. Program n: S times BN outputs, C values of K a warp at a time."""
     if PDL:
@@ -182,7 +182,7 @@ def several_kernel(
         gdc_wait()
     xs = ()
     for t in tl.static_range(T):
-        xs = xs + (_tiles(x_ptr + t * x_stride, none, column, TILES, K, EVEN, NOW),)  # noqa: RUF005
+        xs = xs + (_tiles(x_ptr + t * x_stride, none, column, TILES, K, EVEN),)  # noqa: RUF005
     e = tl.arange(0, S * R)[None, :]
     n = first + e // R * BN + tl.arange(0, BN)[:, None]
     t = e % R

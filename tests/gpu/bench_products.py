@@ -33,7 +33,7 @@ except ImportError:  # not installed: the kernels need nothing but their own fol
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch  # noqa: E402
-from product_tiles import MODELS, Config, Model, Product, candidates, default, few, heads, short, variants  # noqa: E402
+from product_tiles import MODELS, Config, Model, Product, candidates, default, heads, short, variants  # noqa: E402
 
 from modelrunner.kernels.activation.gated import silu_mul  # noqa: E402
 from modelrunner.kernels.linear import launch  # noqa: E402
@@ -283,7 +283,7 @@ def sweep(bench: Bench, many: list[int], options: argparse.Namespace, end: float
 def report_head(bench: Bench, rows: int) -> None:
     """Prints the time of the head by the vendor's library, and by what ships and what may be faster."""
     head = bench.model.products[4]
-    more = [*few(head, rows), default(head, 8)] if rows <= 8 else []
+    more = [default(head, 8)] if rows <= 8 else []
     configs = right(bench, head, rows, [None, default(head, rows), *more, *heads(rows)])
     times = " | ".join(f"{bench.time(head, rows, config):.1f} {short(config)}" for config in configs)
     print(f"{bench.model.name} {rows:4} head: floor {head.floor:.1f} | {times}", flush=True)
@@ -303,7 +303,7 @@ def main() -> None:
     parser.add_argument("--large-rows", default="1,32", help="of Qwen3-8B; none: leave it out")
     parser.add_argument("--sweep", default="all", help="for which of these rows; none: the shipped configurations alone")
     parser.add_argument("--streams", action="store_true", help="above 8 rows sweep no other tiles")
-    parser.add_argument("--few", action="store_true", help="sweep the kernel of 2 to 16 rows alone")
+    parser.add_argument("--few", action="store_true", help="sweep the kernel of 2 to 4 rows alone")
     parser.add_argument("--sums", action="store_true", help="also the launch that adds parts, in other shapes")
     parser.add_argument("--processes", type=int, default=14)
     parser.add_argument("--seconds", type=float, default=240, help="when the sweep of a model ends")

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product as product_of
 
-from modelrunner.kernels.linear.plan import Few, Gemv, Several, Stream, Tiles, plan
+from modelrunner.kernels.linear.plan import Gemv, Several, Stream, Tiles, plan
 
 BYTES_PER_US = 4.29e6
-Config = Gemv | Few | Several | Tiles | Stream | None
+Config = Gemv | Several | Tiles | Stream | None
 SHARED = (112_000, 224_000)  # bytes of shared memory that a program's pipeline may fill: with two programs a multiprocessor, and with one
 
 
@@ -119,15 +119,6 @@ def several(product: Product, rows: int) -> Iterator[Several]:
             yield Several(times, c, warps)
 
 
-def few(product: Product, rows: int) -> Iterator[Few]:
-    """Tiles of `few_kernel` whose weights and input fit in registers."""
-    pair, bt = 2 if product.kind == "gated" else 1, 8 if rows <= 8 else 16
-    for bn, warps, step in product_of((16, 32), (4, 8, 16), (64, 128)):
-        held = product.inner * (bn * pair + bt * (2 if product.kind in ("norm", "gated") else 1)) // (64 * warps)  # registers of a thread
-        if product.inner % (warps * step) == 0 and held <= (180 if warps < 16 else 100) and product.outputs // bn >= 60:
-            yield Few(bn, bt, step, warps)
-
-
 def heads(rows: int) -> list[Config]:
     """For a head: many more programs than run at once."""
     if rows <= 4:
@@ -142,11 +133,9 @@ def heads(rows: int) -> list[Config]:
 
 
 def candidates(product: Product, rows: int, only_streams: bool = False, only_few: bool = False) -> Iterator[Config]:
-    """Configurations worth a try. only_streams: without those of `tile_kernel`, of many rows. only_few: those of `few_kernel`."""
+    """Configurations worth a try. only_streams: without those of `tile_kernel`, of many rows. only_few: of few rows alone."""
     if 2 <= rows <= 4:
         yield from several(product, rows)
-    if rows <= 16:
-        yield from few(product, rows)
     if only_few:
         yield from dict.fromkeys(default(product, many) for many in (3, 8))
         return
@@ -168,8 +157,6 @@ def candidates(product: Product, rows: int, only_streams: bool = False, only_few
 
 def variants(config: Config, product: Product) -> list[Config]:
     """Of the best: the norm apart, another early fetch."""
-    if isinstance(config, Several):
-        return [replace(config, now=not config.now)]
     if isinstance(config, Stream):
         if config.early:
             return [replace(config, stages=config.stages - 1)]
@@ -190,9 +177,7 @@ def short(config: Config) -> str:
     if isinstance(config, Gemv):
         return f"gemv {config.bn}x{config.bk} w{config.warps}"
     if isinstance(config, Several):
-        return f"several {config.times}x{256 // config.c} c{config.c} w{config.warps}{' now' if config.now else ''}"
-    if isinstance(config, Few):
-        return f"few {config.bn} t{config.bt} {config.step}x{config.warps}"
+        return f"several {config.times}x{256 // config.c} c{config.c} w{config.warps}"
     if isinstance(config, Stream):
         first = f"early {config.early}" if config.early else f"a{config.ahead}"
         return f"stream {config.bn}x{config.bk}/{config.split} t{config.bt} w{config.warps} s{config.stages} {first}"

@@ -394,6 +394,7 @@ def test_fused_drafts_with_sinks_and_softcap(window: int | None, config: str) ->
 @pytest.mark.parametrize("heads", [(9, 3, 64), (4, 4, 96)], ids=lambda h: "-".join(map(str, h)))
 def test_fused_head_shapes(heads: tuple[int, int, int]) -> None:
     Fused(make_step([(40, 1), (70, 1)], num_decode=2, heads=heads), heads[2], True).check(None)
+    Fused(make_step([(40, 2), (70, 1)], num_decode=2, decode_query=2, heads=heads), heads[2] // 2, heads[2] == 64).check(None)
 
 
 def test_a_fused_mixed_step_takes_two_launches() -> None:

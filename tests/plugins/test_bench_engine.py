@@ -231,7 +231,7 @@ def test_the_host_is_measured_with_drafts_beside_without() -> None:
         assert plain["over_plain"] == 1
         assert drafting["over_plain"] == pytest.approx(drafting["us_per_step"] / plain["us_per_step"])
     assert "drafts" not in next(host.measure_host(0.001))
-    assert list(table.text(found[1]))[0].startswith("host, 1 rows, 2 drafts (")
+    assert next(table.text(found[1])).startswith("host, 1 rows, 2 drafts (")
     assert table.table(found)[2].startswith("host 1, 2 drafts (")
 
 
