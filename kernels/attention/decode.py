@@ -126,9 +126,9 @@ def decode_attention(
     """A persistent program: units (item, key head) pid, pid + programs, ...
 
     R > 0: q is the projection's output, QUERIES new tokens a row, and so much of a head is rotated: this kernel norms and rotates queries
-    and new keys, and writes new keys and values, which it does not read back. What earlier steps wrote is read before the queries are there: the
-    list (by an earlier kernel, which ran to its end), and old keys and values: as many as the pipeline holds, or, with HOLD and R = 0, a
-    block of them in registers.
+    and new keys, and writes new keys and values, which it does not read back. What earlier steps wrote is read before the queries are
+    there: the list (by an earlier kernel, which ran to its end), and old keys and values: as many as the pipeline holds, or, with HOLD and
+    R = 0, a block of them in registers.
     """
     if PDL:
         gdc_launch_dependents()

@@ -28,7 +28,6 @@ from modelrunner.kernels.attention.work_list import (
 from modelrunner.kernels.attention.write import indexed_write, write_cache
 from modelrunner.kernels.builds import CAPABILITIES, Build
 
-
 FUSED_QUERIES, FUSED_ROWS = 4, 16  # tokens of a row, and these times the heads of a group, up to which one launch does all
 
 
@@ -172,7 +171,8 @@ def _decode_build(kind: str, group: int, dim: int, rows: int, queries: int = 1, 
         "HAS_SCALES": bool(kept),
         "IN_HALF": (kind, kept) == ("bf16", "fp8e4nv"),
     }
-    # Outside the loop: A100's compiler prefers them to a lower occupancy, B200's where values are scaled. A row's several new keys take more.
+    # Outside the loop: A100's compiler prefers them to a lower occupancy, B200's where values are scaled. Several new keys of a row
+    # take more.
     spill = 96 if fused and queries > 1 else 16 if fused or kept else 0
     signature = _signature(kind, kept)
     if config.stream and not kept:

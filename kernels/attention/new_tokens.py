@@ -76,7 +76,7 @@ def start_rows(
     BLOCK_M: tl.constexpr, R: tl.constexpr, HAS_NORM: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_SCALES: tl.constexpr, IN_HALF: tl.constexpr,
 ):  # fmt: skip
-    """`start_row` of a row with several tokens, which attend to each other: the last chunk's program takes their keys one after the other."""
+    """`start_row` of a row with several tokens, which attend to each other: the last chunk's program takes their keys one by one."""
     dim, m = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_M)
     query = tl.minimum(m // GROUP, QUERIES - 1)
     partner = partner_of(tl.arange(0, BLOCK_D), R)[None, :]

@@ -1,9 +1,9 @@
 """`host`: what a step costs the host, with no device to wait for, in time of the thread that runs the engine.
 
 The engine is real, its model has no weights, and once all rows decode its device does nothing: work is dropped, and records are made up.
-So what enqueues work (a copy, a patch's launch, a graph's replay: some 10 to 30 microseconds on a GPU) is not counted. Nor is what a request
-makes of its tokens, text above all: no output is wanted before the end. With settings of `speculation`, steps with drafts are measured too,
-of which the device keeps about half: such a step brings a row several tokens, and is counted as one.
+So what enqueues work (a copy, a patch's launch, a graph's replay: some 10 to 30 microseconds on a GPU) is not counted. Nor is what a
+request makes of its tokens, text above all: no output is wanted before the end. With settings of `speculation`, steps with drafts are
+measured too, of which the device keeps about half: such a step brings a row several tokens, and is counted as one.
 """
 
 from __future__ import annotations

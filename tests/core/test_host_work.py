@@ -88,7 +88,7 @@ def test_the_counter_passes_over_the_inside_of_operations_only() -> None:
 
 
 def executed_per_step(rows: int, drafts: int, steps: int = 32) -> tuple[float, float]:
-    """Bytecode instructions, and calls of Python and C functions, of a steady step without a device; with drafts, of which some are kept."""
+    """Bytecode instructions, and calls of Python and C functions, of a steady step without a device; some of the drafts are kept."""
     speculation = {"speculation.drafter": "ngram", "speculation.num_tokens": drafts} if drafts else None
     engine, device = host.make_engine([rows], speculation, DRAFTS)
     host.decode(engine, rows, host.context(DRAFTS) // 2)
