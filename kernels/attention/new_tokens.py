@@ -77,10 +77,11 @@ def start_rows(
     HAS_SCALES: tl.constexpr, IN_HALF: tl.constexpr,
 ):  # fmt: skip
     """`start_row` of a row with several tokens, which attend to each other: the last chunk's program takes their keys one by one."""
-    dim, m = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_M)
+    T: tl.constexpr = BLOCK_M if QUERIES * GROUP > 8 else 8
+    dim, m = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, T)
     query = tl.minimum(m // GROUP, QUERIES - 1)
     partner = partner_of(tl.arange(0, BLOCK_D), R)[None, :]
-    every = tl.zeros([BLOCK_M, 1], tl.int64)
+    every = tl.zeros([T, 1], tl.int64)
     inside = dim < D
     q_at = q_ptr + (first_token + query)[:, None] * q_token + (head * GROUP + m % GROUP)[:, None].to(tl.int64) * q_head
     q_ok = (m < QUERIES * GROUP)[:, None] & inside
@@ -90,22 +91,24 @@ def start_rows(
     q_partner = tl.load(q_at + partner, mask=q_ok, other=0.0)
     cos, sin = turn_factors(cos_sin_ptr + (first_token + query)[:, None] * cos_sin_token, dim, R)
     q = rotated(q, q_partner, q_norm_ptr + every, dim, partner, cos, sin, eps, D, HAS_NORM)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    largest = tl.full([BLOCK_M], LOWEST, tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([T, BLOCK_D], tl.float32)
+    largest = tl.full([T], LOWEST, tl.float32)
+    total = tl.zeros([T], tl.float32)
+    loaded = ()  # before any store, which no load would pass
     for j in tl.static_range(QUERIES):
         new_at = q_ptr + (first_token + j) * q_token + (NUM_KV * GROUP + head) * q_head + every
-        slot = tl.load(slots_ptr + first_token + j)
-        cos, sin = turn_factors(cos_sin_ptr + (first_token + j) * cos_sin_token + every, dim, R)
+        turns = turn_factors(cos_sin_ptr + (first_token + j) * cos_sin_token + every, dim, R)
         k = tl.load(new_at + dim, mask=new_ok, other=0.0)
         k_partner = tl.load(new_at + partner, mask=new_ok, other=0.0)
-        v = stored(tl.load(new_at + NUM_KV * q_head + dim, mask=new_ok, other=0.0), v_scale, cache_ptr.dtype.element_ty, HAS_SCALES)
-        k = rotated(k, k_partner, k_norm_ptr + every, dim, partner, cos, sin, eps, D, HAS_NORM)
+        v = tl.load(new_at + NUM_KV * q_head + dim, mask=new_ok, other=0.0)
+        loaded = loaded + ((k, k_partner, v, turns, tl.load(slots_ptr + first_token + j)),)  # type: ignore[assignment]  # noqa: RUF005
+    kept = ()
+    for j in tl.static_range(QUERIES):
+        k, k_partner, v, turns, slot = loaded[j]
+        v = stored(v, v_scale, cache_ptr.dtype.element_ty, HAS_SCALES)
+        k = rotated(k, k_partner, k_norm_ptr + every, dim, partner, turns[0], turns[1], eps, D, HAS_NORM)
         k = stored(k, k_scale, cache_ptr.dtype.element_ty, HAS_SCALES)
-        write = new_ok & (m == 0)[:, None] & (every <= slot)
-        place = cache_ptr + (slot // PAGE * page_rows + slot % PAGE) * (2 * NUM_KV * D) + head * D + every + dim
-        tl.store(place, k, mask=write)
-        tl.store(place + NUM_KV * D, v, mask=write)
+        kept = kept + ((k, v),)  # type: ignore[assignment]  # noqa: RUF005
         scores = tl.sum(q.to(tl.float32) * k.to(q.dtype).to(tl.float32), 1)
         scores = capped(scores, scale, softcap) if HAS_SOFTCAP else scores * (scale * LOG2E)
         visible = last & (m * 0 + j < query_len) & (query >= j)
@@ -117,4 +120,10 @@ def start_rows(
         acc = acc * shrink[:, None] + weight[:, None] * v.to(q.dtype).to(tl.float32)
         total = total * shrink + weight
         largest = new
-    return factors(q, IN_HALF), acc, largest, total
+    for j in tl.static_range(QUERIES):
+        slot = loaded[j][4]
+        write = new_ok & (m == 0)[:, None] & (every <= slot)
+        place = cache_ptr + (slot // PAGE * page_rows + slot % PAGE) * (2 * NUM_KV * D) + head * D + every + dim
+        tl.store(place, kept[j][0], mask=write)
+        tl.store(place + NUM_KV * D, kept[j][1], mask=write)
+    return repeated(factors(q, IN_HALF), BLOCK_M), repeated(acc, BLOCK_M), repeated(largest, BLOCK_M), repeated(total, BLOCK_M)
