@@ -28,7 +28,7 @@ from modelrunner.kernels.attention.work_list import (
 from modelrunner.kernels.attention.write import indexed_write, write_cache
 from modelrunner.kernels.builds import CAPABILITIES, Build
 
-FUSED_QUERIES, FUSED_ROWS = 4, 16  # tokens of a row, and these times the heads of a group, up to which one launch does all
+FUSED_QUERIES, FUSED_ROWS = 2, 16  # tokens of a row, and these times the heads of a group, up to which one launch does all
 
 
 def indexed_attention(
