@@ -180,9 +180,8 @@ def _decode_build(kind: str, group: int, dim: int, rows: int, queries: int = 1, 
         "HAS_SCALES": bool(kept),
         "IN_HALF": (kind, kept) == ("bf16", "fp8e4nv"),
     }
-    # Outside the loop: A100's compiler prefers them to a lower occupancy, B200's where values are scaled. Several new keys of a row
-    # take more.
-    spill = 96 if fused and queries > 1 else 16 if fused or kept else 0
+    # Outside the loop: A100's compiler prefers them to a lower occupancy, B200's where values are scaled.
+    spill = 16 if fused or kept else 0
     signature = _signature(kind, kept)
     if config.stream and not kept:
         constants = {name: value for name, value in constants.items() if name in decode_stream.arg_names} | {"GPU": True}
