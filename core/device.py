@@ -53,6 +53,7 @@ class Device(ABC):
     name: str = "cpu"
     captures: bool = False  # whether `capture` works
     measures: bool = False  # whether `peak` works, so that the cache can be sized by it
+    paces: bool = False  # whether `pace_side` works
     deterministic: bool = False  # whether there are operations for it whose results for a row do not depend on the other rows
     poison: bool = False  # whether released buffers and ring entries are overwritten, to show who still reads them
 
@@ -86,18 +87,41 @@ class Device(ABC):
     def download(self, source: Callable[[], torch.Tensor], target: PinnedBuffer) -> Event:
         """Enqueue on the side stream, after all work launched so far: copy `source()` (any dtype, contiguous) to the start of `target`."""
 
-    def launch_side(self, work: Callable[[], None]) -> SideEvent:
+    def launch_side(self, work: Callable[[], None], narrow: bool = False) -> SideEvent:
         """Enqueue `work` on a stream of its own, beside the steps, where such work runs in order. It reads and writes nothing that a step
         touches meanwhile; what it reads must stay unchanged until it is done. It may allocate, and wait for copies of its own; the caller
-        never waits.
+        never waits. narrow: it may be kept to a part of the device, where `pace_side` asks for that, in memory of its own.
 
         Steps that are launched after `done()` see what it wrote. Without a side stream it runs in the compute stream, before them.
         """
         return InLine(self, work)
 
-    def upload(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A CPU tensor's contents on the device. Only inside of work of `launch_side`."""
-        return tensor.to(self.torch_device)
+    def pace_side(self, share: float) -> None:
+        """From now on, let side work take no more than `share` of the device, more than 0 to 1: narrow work that begins is kept to the part
+        of the multiprocessors that `media.encoder_share` says, other work pauses in `give_way`. Called between two launches, and never
+        waits."""
+        raise NotImplementedError(f"device {self.name!r} does not pace side work")
+
+    def side_place(self) -> int:
+        """Where on the device side work runs now, a number. Only inside of it."""
+        return 0
+
+    def capture_side(self, work: Callable[[], None]) -> Callable[[], None]:
+        """As `capture`, of a piece of side work, and inside of it; the result is called where `side_place` is the same."""
+        raise NotImplementedError(f"device {self.name!r} captures no graphs")
+
+    def pacing(self) -> str:
+        """How side work is kept to its share, for people to read. Once some has run."""
+        return "pauses while others decode"
+
+    def give_way(self) -> None:
+        """Called by side work between two pieces of it: the place for a pause. Anywhere else nothing happens."""
+        return None
+
+    def upload(self, tensor: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """A CPU tensor's contents on the device, in `out` where that is given, contiguous, of the same shape and dtype. Only inside of work
+        of `launch_side`."""
+        return tensor.to(self.torch_device) if out is None else out.copy_(tensor)
 
     @abstractmethod
     def synchronize(self) -> None:

@@ -72,8 +72,9 @@ class Encoding(NoMedia):
     """See the module.
 
     start: enqueues an encoding, see `Encoder.start`. max_together: embeddings of one encoding, unless an item has more by itself. chunked:
-    whether prompts may be computed in parts. position_rows: see `MediaNeeds`. shifted: a drafter reads the token after each. duty: share of
-    the time in which something is encoded while rows decode.
+    whether prompts may be computed in parts. position_rows: see `MediaNeeds`. shifted: a drafter reads the token after each. share: of the
+    device, for encodings while others decode. pace: has the device keep to it, see `Device.pace_side`; without it pauses are made here,
+    between encodings.
     """
 
     def __init__(
@@ -85,7 +86,8 @@ class Encoding(NoMedia):
         chunked: bool,
         position_rows: int,
         shifted: bool = False,
-        duty: float = 1.0,
+        share: float = 1.0,
+        pace: Callable[[float], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.arena = arena
@@ -96,8 +98,10 @@ class Encoding(NoMedia):
         self._waiting: dict[Request, Waiting] = {}
         self._flights: list[Flight] = []
         self._changed = False  # something may be encoded that could not be before
-        self._duty, self._clock = duty, clock
-        self._most_in_flight = MAX_IN_FLIGHT if duty == 1 else 1
+        self._share, self._pace, self._clock = share, pace, clock
+        self._paced = 1.0  # what `pace` was told
+        self._most_in_flight = MAX_IN_FLIGHT if share == 1 or pace is not None else 1
+        self._came_with: set[int] = set()  # rows whose requests have media, read or not
         self._rest_until = 0.0  # seconds of the clock
 
     # ---- requests without a row --------------------------------------------------------------------------------------
@@ -148,6 +152,7 @@ class Encoding(NoMedia):
         if media is None:
             return
         self._waiting.pop(request, None)
+        self._came_with.add(row)
         self._changed = True
         if computed < media.end:
             self._tenancies[row] = Tenancy(media, media.first_needed(computed))
@@ -165,6 +170,7 @@ class Encoding(NoMedia):
         self.rows.computable[row] = tenancy.media.starts[unready] if unready < len(items) else NO_LIMIT
 
     def leave(self, row: int) -> None:
+        self._came_with.discard(row)
         if (tenancy := self._tenancies.pop(row, None)) is not None:
             self.rows.num_media -= 1
             self.rows.computable[row] = NO_LIMIT
@@ -237,6 +243,8 @@ class Encoding(NoMedia):
         while self._flights and self._take(self._flights[0], failed):
             del self._flights[0]
             self._changed = True
+        if self._pace is not None and (self._flights or self._changed):
+            self._set_pace(self._pace, scheduler)
         if not self._changed:
             return []
         self._changed = False
@@ -255,17 +263,33 @@ class Encoding(NoMedia):
                 self._own(row)
         return ends
 
+    def _spares(self, scheduler: Scheduler) -> bool:
+        """Whether encoding is to leave the device to those who decode.
+
+        It is while a request decodes that brought no media. Those that did gain by encodings too, for their like: among themselves, it is
+        while more of them decode than wait for one.
+        """
+        running, reading = scheduler.num_running, len(self._tenancies)
+        return running > len(self._came_with) or running - reading > len(self._waiting) + reading
+
+    def _set_pace(self, pace: Callable[[float], None], scheduler: Scheduler) -> None:
+        share = self._share if self._spares(scheduler) else 1.0
+        if share != self._paced:
+            self._paced = share
+            pace(share)
+
     def _rests(self, scheduler: Scheduler) -> bool:
-        """Whether nothing is to be started yet, since rows decode beside that wait for no media."""
-        return self._clock() < self._rest_until and scheduler.num_running > len(self._tenancies)
+        """Whether nothing is to be started yet."""
+        return self._clock() < self._rest_until and self._spares(scheduler)
 
     def _take(self, flight: Flight, failed: dict[bytes, str]) -> bool:
         """Take in an encoding, if it is done."""
         try:
             if not flight.event.done():
                 return False
-            now = self._clock()
-            self._rest_until = now + (now - flight.begun) * (1 / self._duty - 1)
+            if self._pace is None:
+                now = self._clock()
+                self._rest_until = now + (now - flight.begun) * (1 / self._share - 1)
         except Exception as error:
             text = f"the encoder failed: {type(error).__name__}: {error}"
             failed.update({entry.key: text for entry in flight.entries})
@@ -353,6 +377,8 @@ class Encoding(NoMedia):
         assert alive >= self._waiting.keys(), "a request that has ended waits for media"
         with_media = {request for request in alive if request.media is not None and request.row < 0}
         assert with_media == self._waiting.keys(), "a request without a row is not among those that wait for media"
+        came_with = {request.row for request in alive if request.media is not None and request.row >= 0}
+        assert came_with == self._came_with, "rows of requests with media are miscounted"
 
 
 def tenancy_lines(tenancy: Tenancy, first: int, out: Int32Array) -> None:

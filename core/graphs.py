@@ -21,7 +21,7 @@ from modelrunner.batch import EDITED, MASKED, Feature, Plan, as_built
 from modelrunner.device import Device
 from modelrunner.draft_policy import DraftPolicy
 from modelrunner.model_state import ModelState, Needs, No
-from modelrunner.step_buffers import Buckets, Shape
+from modelrunner.step_buffers import LONGEST, Buckets, Shape
 
 KINDS = (Feature.GREEDY, Feature.PLAIN)  # tails of decode steps captured at start-up; others on their second use
 # Features of tails that can be captured, beside those of logits processors: not those of taps, nor of log-probs of prompts and of whole
@@ -163,7 +163,7 @@ class StepGraphs:
             if media:  # the last token of a prompt is one of media: too rare for a graph
                 return ()
             return (Key("step", shape.num_rows, features, num_draft, num_next),) if shape.num_rows in self._rows else ()
-        if shape.num_tokens not in self._tokens:
+        if shape.num_tokens not in self._tokens or plan.max_query > LONGEST:
             return ()
         body = Key("body", shape.num_tokens, media, num_draft)
         tail = Key("tail", shape.tail_rows, features, num_draft)

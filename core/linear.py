@@ -41,6 +41,10 @@ class LinearScheme(ABC):
     def apply(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] -> [..., out_features], bias excluded, in x's dtype."""
 
+    def apply_biased(self, layer: Linear, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        """`apply`, plus `bias` [out_features]."""
+        return self.apply(layer, x) + bias
+
     def apply_normed(self, layer: Linear, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         """`apply` to the norm of x. A scheme may do both in one pass."""
         return self.apply(layer, self.ops.rms_norm(x, norm.weight, norm.eps))
@@ -48,6 +52,10 @@ class LinearScheme(ABC):
     def apply_added(self, layer: Linear, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """`residual` [..., out_features] plus `apply`, in a new tensor."""
         return residual + self.apply(layer, x)
+
+    def apply_added_in_place(self, layer: Linear, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """`apply_added`, which may put its result where `residual` is."""
+        return self.apply_added(layer, x, residual)
 
     def apply_gated(self, layer: Linear, x: torch.Tensor, norm: Norm, activation: str) -> torch.Tensor:
         """The gated activation of `apply_normed`, see `Linear.gated`."""
@@ -111,17 +119,21 @@ class Linear(nn.Module):
             self.bias.data[rows].copy_(tensor)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = self.scheme.apply(self, x)
-        return out if self.bias is None else out + self.bias
+        return self.scheme.apply(self, x) if self.bias is None else self.scheme.apply_biased(self, x, self.bias)
 
     def normed(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         """The layer's output for the norm of x: [..., in_features] -> [..., out_features]."""
         out = self.scheme.apply_normed(self, x, norm)
         return out if self.bias is None else out + self.bias
 
-    def added(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """`residual` plus the layer's output: [..., in_features], [..., out_features] -> [..., out_features], a new tensor."""
-        return self.scheme.apply_added(self, x, residual) if self.bias is None else residual + self(x)
+    def added(self, x: torch.Tensor, residual: torch.Tensor, in_place: bool = False) -> torch.Tensor:
+        """`residual` plus the layer's output: [..., in_features], [..., out_features] -> [..., out_features], a new tensor.
+
+        in_place: nobody needs `residual` any more, and the result may be put there.
+        """
+        if self.bias is not None:
+            residual, in_place = residual + self.bias, True
+        return self.scheme.apply_added_in_place(self, x, residual) if in_place else self.scheme.apply_added(self, x, residual)
 
     def gated(self, x: torch.Tensor, norm: Norm, activation: str) -> torch.Tensor:
         """activation of the output for the norm of x: [..., in_features] -> [..., out_features / 2].
@@ -176,11 +188,19 @@ class PlainScheme(LinearScheme):
     def apply(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
         return cast(torch.Tensor, self.ops.matmul(x, layer.weight))
 
+    def apply_biased(self, layer: Linear, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        if x.dim() != 2:
+            return super().apply_biased(layer, x, bias)
+        return cast(torch.Tensor, self.ops.matmul_add(x, layer.weight, bias))
+
     def apply_normed(self, layer: Linear, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         return cast(torch.Tensor, self.ops.norm_matmul(x, norm.weight, norm.eps, layer.weight))
 
     def apply_added(self, layer: Linear, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         return cast(torch.Tensor, self.ops.matmul_add(x, layer.weight, residual))
+
+    def apply_added_in_place(self, layer: Linear, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        return cast(torch.Tensor, self.ops.matmul_add_in_place(x, layer.weight, residual))
 
     def apply_gated(self, layer: Linear, x: torch.Tensor, norm: Norm, activation: str) -> torch.Tensor:
         return cast(torch.Tensor, self.ops.norm_gated_matmul(x, norm.weight, norm.eps, layer.weight, activation))

@@ -38,12 +38,14 @@ class MediaNeeds:
 
     features: vectors of the hidden size that the encoder gives beside each embedding, for layers deeper down (DeepStack: Meng et al. 2024,
     arXiv:2406.04334). position_rows: positions that a token has: 1 is its index in the request, 3 is M-RoPE (time, height, width).
-    max_embeddings: of one item, the most that `MediaProcessor.process` can give.
+    max_embeddings: of one item, the most that `MediaProcessor.process` can give. capture: `ModelState.encode` of one item may be recorded
+    as a graph and replayed for others of equal `info` and tensors of equal shapes, if it is small.
     """
 
     features: int = 0
     position_rows: int = 1
     max_embeddings: int = 16384
+    capture: bool = False
 
     def __post_init__(self) -> None:
         if self.features < 0 or self.position_rows < 1 or self.max_embeddings < 1:

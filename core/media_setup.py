@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from modelrunner.encoder import Encoder
 from modelrunner.encoder_arena import EncoderArena
+from modelrunner.encoder_graphs import EncoderGraphs
 from modelrunner.encoding import Encoding
 from modelrunner.errors import PluginError
 from modelrunner.media import MediaItem, MediaProcessor
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from modelrunner.text import Tokenizer
 
 FIRST_EMBEDDINGS = 256  # of the item that the start-up encodes where memory is not measured
+SMALL = (4, 16, 64)  # embeddings of items that it encodes too
 
 
 @dataclass(frozen=True)
@@ -46,17 +48,30 @@ class MediaParts:
         return self.encoder is not None and not self.front.facts.problem
 
     def try_out(self, most: int | None = None) -> None:
-        """Encode an item of the processor's, with `most` embeddings at most, or as large as can be."""
+        """Encode an item of the processor's, with `most` embeddings at most, or as large as can be; small ones, of which products may have
+        kernels of their own; the largest that are captured; and where encoding may be kept to a part of the device, the largest there."""
         assert self.encoder is not None
-        size = self.largest if most is None else min(most, self.largest)
+        encoder, size = self.encoder, self.largest if most is None else min(most, self.largest)
         item = self.front.processor.dummy(size)
+        self._check(item, size)
+        encoder.try_out(item)
+        # Embeddings, how often, on a part of the device.
+        tries = [*((tokens, 1, False) for tokens in SMALL), (encoder.graph_tokens, 2, False)]
+        if encoder.shares:
+            tries += [(encoder.narrow, 1, True), (encoder.graph_tokens, 2, True)]
+        for tokens, times, shared in tries:
+            item = self.front.processor.dummy(min(size, tokens)) if tokens else item
+            if item.num_embeddings <= tokens:  # else none is as small as that
+                encoder.try_out(item, times, shared)
+
+    def _check(self, item: object, size: int) -> None:
+        """Raise PluginError for a dummy that is no item, or too large."""
         if not isinstance(item, MediaItem) or not 0 < item.num_embeddings <= size:
             gave = f"an item of {item.num_embeddings} embeddings" if isinstance(item, MediaItem) else f"a {type(item).__name__}"
             raise PluginError(
                 f"{type(self.front.processor).__name__}.dummy({size}) gave {gave}; a MediaItem of 1 to {size} is needed. If that is the "
                 "model's smallest item, raise media.arena_tokens or model.max_model_len"
             )
-        self.encoder.try_out(item)
 
 
 def media_facts(state: ModelState, needs: Needs, settings: RunnerSettings, dtype: str) -> MediaFacts:
@@ -92,15 +107,20 @@ def open_media(
     if lines is None:
         lines = max(most, min(settings.scheduler.max_batched_tokens, max_model_len))
     width = needs.hidden_size if needs.media is None else needs.media.width(needs.hidden_size)
-    encoder = Encoder(device, state, lines, width, needs.hidden_size, dtype)
+    together = 1 if settings.device.deterministic else settings.media.encoder_tokens  # a product depends on how many lines it has
+    graphs = None
+    if needs.media is not None and needs.media.capture and device.captures and not settings.graphs.eager and settings.media.graph_tokens:
+        graphs = EncoderGraphs(device, state, width, dtype, min(settings.media.graph_tokens, lines))
+    encoder = Encoder(device, state, lines, width, needs.hidden_size, dtype, settings.media.encoder_tokens, graphs)
     books = Encoding(
         EncoderArena(lines),
         encoder.start,
-        max_together=1 if settings.device.deterministic else settings.media.encoder_tokens,  # a product depends on how many lines it has
+        max_together=together,
         chunked=settings.scheduler.chunked_prefill,
         position_rows=facts.position_rows,
         shifted=shifted,
-        duty=settings.media.encoder_duty,
+        share=settings.media.encoder_share,
+        pace=device.pace_side if device.paces else None,
     )
     return MediaParts(front, encoder, books, min(most, lines))
 

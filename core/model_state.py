@@ -229,11 +229,17 @@ class Shard:
     size: int = 1
 
 
+def _stay() -> None:
+    """A context made by hand has nobody to give way to."""
+
+
 @dataclass(frozen=True)
 class BuildContext:
     """What `build` gets: build layers from these and from nothing global.
 
     linear: makes `Linear` layers of the chosen scheme. ops: operations chosen for the device. dtype, device: of parameters and activations.
+    give_way: an encoder calls it between its layers, and leaves the device to those who decode for a while (`media.encoder_duty`). It may
+    wait; called outside of `ModelState.encode` it does nothing.
     """
 
     settings: RunnerSettings
@@ -243,6 +249,7 @@ class BuildContext:
     dtype: torch.dtype
     device: torch.device
     shard: Shard = field(default_factory=Shard)
+    give_way: Callable[[], None] = field(default_factory=lambda: _stay)
 
 
 Tap = Callable[[str, torch.Tensor], torch.Tensor]
@@ -256,6 +263,7 @@ class ModelState(ABC):
     """A model family, as the core sees it. One instance per engine; `module` is set by the core once `build` returned."""
 
     module: nn.Module
+    narrows: bool = False  # `forward` takes `sampled`
 
     def __init__(self, card: ModelCard, settings: RunnerSettings) -> None:
         """Stores both as `self.card` and `self.settings`, and does nothing else; an override calls it first."""
@@ -316,9 +324,10 @@ class ModelState(ABC):
         """D, required with `Needs.media`: write the embeddings of `items`, one item after the other, into `out`
         [sum of num_embeddings, (1 + features) * H], contiguous, of the model's dtype: each line an embedding, then its features.
 
-        Enqueued on a stream of its own while steps run, and never captured: shapes may depend on `info` and may allocate, but as in a step
-        nothing waits for the device, and host numbers come in by `tensors`. It may touch nothing that a step writes.
-        What an item's lines are must not depend on the other items.
+        Enqueued on a stream of its own while steps run, and captured only with `MediaNeeds.capture`, item by item for each `info`: shapes
+        may depend on `info` and may allocate, but as in a step nothing waits for the device, and host numbers come in by `tensors`. It may
+        touch nothing that a step writes.
+        What an item's lines are must not depend on the other items. An encoder of many layers calls `BuildContext.give_way` between them.
         """
         raise NotImplementedError(f"{type(self).__name__} declares Needs.media and has no encode")
 
@@ -377,6 +386,10 @@ class ModelState(ABC):
         its `meta` is of use. caches: group name -> [num_pages, num_layers, *page_shape]. tap: call it as `hidden = tap(name, hidden)` at
         declared tap points.
         Returns [T, H], normalised, ready for `logits`.
+
+        A state that `narrows` takes one more argument, by keyword: `sampled: torch.Tensor | None = None`, [n] int64, the last token of each
+        of the step's first rows, given in long steps in which nothing else is wanted and nobody taps. It returns these alone then, [n, H].
+        Keys and values of all tokens are written all the same.
 
         A state that declares `Needs.media` takes one more argument, by keyword: `media: MediaBatch | None = None`, None in steps without
         media. It is for the features beside embeddings, of which the j-th is added, where the token has one, by

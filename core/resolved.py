@@ -12,7 +12,8 @@ class Resolved:
 
     components: hook -> what was chosen, e.g. "dense (modelrunner:dense)". num_pages: usable pages. page_bytes: bytes of a page.
     tokens_per_page: by cache group. max_model_len: tokens. graphs: what was captured, or why nothing was. memory: what takes how much of
-    the device's, where the cache's size was measured. automata: room for structured output on the device; empty for none.
+    the device's, where the cache's size was measured. automata: room for structured output on the device; empty for none. encoder: how
+    encoding spares those who decode, where it does.
     """
 
     model: str
@@ -26,6 +27,7 @@ class Resolved:
     graphs: str = ""
     memory: str = ""
     automata: str = ""
+    encoder: str = ""
 
     def __str__(self) -> str:
         groups = ", ".join(f"{name}: {tokens} tokens" for name, tokens in self.tokens_per_page.items())
@@ -37,6 +39,7 @@ class Resolved:
             f"graphs           {self.graphs}",
             *([f"memory           {self.memory}"] if self.memory else []),
             *([f"automata         {self.automata}"] if self.automata else []),
+            *([f"encoder          {self.encoder}"] if self.encoder else []),
             *(f"{hook:<16} {chosen}" for hook, chosen in self.components.items()),
         ]
         return "\n".join(lines)

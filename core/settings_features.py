@@ -99,9 +99,14 @@ class MediaSettings(Section):
     encoder_tokens: int = Field(default=4096, ge=1, le=2**24)
     """Most embeddings that are encoded together; an image that has more is encoded by itself."""
 
-    encoder_duty: float = Field(default=1.0, gt=0, le=1)
-    """Share of the time in which something is encoded while other requests decode: with 0.5 encoding pauses for as long as it took. Less
-    makes their tokens come faster, and images later."""
+    encoder_share: float = Field(default=0.35, gt=0, le=1)
+    """Share of the device that encoding takes while other requests decode: of its multiprocessors where the driver can part them (CUDA 12.4
+    and later), else of the time, with pauses. Less makes tokens come faster, and images later. Below 1, memory is kept for another encoding
+    of encoder_tokens."""
+
+    graph_tokens: int = Field(default=512, ge=0, le=2**16)
+    """Most embeddings of an image whose encoding is captured as a graph, when one of its size comes the second time, where the model allows
+    it and graphs are captured; 0 captures none. Larger ones keep the device busier than the host."""
 
     prompt_embeds: bool = False
     """Accept embeddings as prompts (`prompt_embeds`)."""

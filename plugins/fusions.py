@@ -38,13 +38,18 @@ def norm_matmul(ops: Ops) -> Function:
 
 
 def matmul_add(ops: Ops) -> Function:
-    """`matmul_add(x, weight, residual)`: residual + x @ weight.T, a new tensor [T, N]."""
+    """`matmul_add(x, weight, residual)`: residual + x @ weight.T, a new tensor [T, N]. residual: [T, N], or a bias [N]."""
 
     def chain(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         total: torch.Tensor = residual + ops.matmul(x, weight)
         return total
 
     return chain
+
+
+def matmul_add_in_place(ops: Ops) -> Function:
+    """`matmul_add_in_place(x, weight, residual)`: `matmul_add`, whose result may be put where residual [T, N] is; it is returned."""
+    return matmul_add(ops)
 
 
 def norm_gated_matmul(ops: Ops) -> Function:

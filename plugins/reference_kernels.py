@@ -70,6 +70,7 @@ def kernels(register: Register, device: Device) -> None:
     register.fusion("add_rms_norm", ("rms_norm",), fusions.add_rms_norm)
     register.fusion("norm_matmul", ("rms_norm", "matmul"), fusions.norm_matmul)
     register.fusion("matmul_add", ("matmul",), fusions.matmul_add)
+    register.fusion("matmul_add_in_place", ("matmul",), fusions.matmul_add_in_place)
     register.fusion("norm_gated_matmul", ("rms_norm", "matmul", "silu_mul", "gelu_tanh_mul"), fusions.norm_gated_matmul)
     rotation = ("rms_norm", "apply_rope", "indexed_write")
     register.fusion("qkv_rope_write", rotation, fusions.qkv_rope_write)

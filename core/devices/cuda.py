@@ -10,7 +10,7 @@ import torch
 
 from modelrunner.device import Device, Event, PinnedBuffer, SideEvent
 from modelrunner.devices.cpu import copy_bytes
-from modelrunner.devices.cuda_side import SideStream
+from modelrunner.devices.cuda_side import SideStream, captured
 
 if TYPE_CHECKING:
     from modelrunner.settings import RunnerSettings
@@ -36,6 +36,7 @@ class CudaDevice(Device):
     name = "cuda"
     captures = True
     measures = True
+    paces = True
     deterministic = True
 
     def __init__(self, settings: RunnerSettings) -> None:
@@ -63,17 +64,7 @@ class CudaDevice(Device):
             work()
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(self._pool, capture_error_mode="thread_local")  # on the current stream: `launch` has set it
-        try:
-            work()
-        except BaseException:
-            with contextlib.suppress(RuntimeError):  # what broke the capture is the error to show
-                graph.capture_end()
-            raise
-        graph.capture_end()
-        replay: Callable[[], None] = graph.replay
-        return replay
+        return captured(work, self._pool)
 
     def build(self, work: Sequence[Callable[[], None]]) -> None:
         try:
@@ -97,14 +88,36 @@ class CudaDevice(Device):
         events.end.record(self.side)
         return events
 
-    def launch_side(self, work: Callable[[], None]) -> SideEvent:
-        if self._side_work is None:
-            self._side_work = SideStream(self.torch_device)
-        return self._side_work.start(work)
+    def launch_side(self, work: Callable[[], None], narrow: bool = False) -> SideEvent:
+        return self._side_stream().start(work, narrow)
 
-    def upload(self, tensor: torch.Tensor) -> torch.Tensor:
-        assert self._side_work is not None, "only inside of side work"
-        return self._side_work.upload(tensor)
+    def _side_stream(self) -> SideStream:
+        if self._side_work is None:
+            self._side_work = SideStream(self.torch_device, self.settings.media.encoder_share)
+        return self._side_work
+
+    def pace_side(self, share: float) -> None:
+        self._side_stream().pace.set(share)
+
+    def pacing(self) -> str:
+        side = self._side_stream()
+        if not side.part:
+            return f"{super().pacing()} ({side.no_part})"
+        every = torch.cuda.get_device_properties(self.torch_device).multi_processor_count
+        return f"on {side.part} multiprocessors of {every} while others decode"
+
+    def give_way(self) -> None:
+        if self._side_work is not None:
+            self._side_work.give_way()
+
+    def side_place(self) -> int:
+        return self._side_stream().place
+
+    def capture_side(self, work: Callable[[], None]) -> Callable[[], None]:
+        return self._side_stream().capture(work)
+
+    def upload(self, tensor: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        return self._side_stream().upload(tensor, out)
 
     def synchronize(self) -> None:
         if self._side_work is not None:

@@ -76,6 +76,7 @@ class DeferredCpuDevice(CpuDevice):
     """Runs compute and side-stream work at random later moments, each stream in its own order."""
 
     name = "deferred_cpu"
+    paces = True
 
     def __init__(self, settings: RunnerSettings) -> None:
         super().__init__(settings)
@@ -87,6 +88,8 @@ class DeferredCpuDevice(CpuDevice):
         self._work: deque[Callable[[], None]] = deque()
         self._copies: deque[_Copy] = deque()
         self._side: deque[_SideEvent] = deque()
+        self._in_side = False
+        self.share = 1.0
         self._launched = 0
         self._ran = 0
         self._error: BaseException | None = None
@@ -106,14 +109,28 @@ class DeferredCpuDevice(CpuDevice):
         self.advance()
         return _CopyEvent(self, copy)
 
-    def launch_side(self, work: Callable[[], None]) -> SideEvent:
+    def launch_side(self, work: Callable[[], None], narrow: bool = False) -> SideEvent:
         event = _SideEvent(self, work)
         self._side.append(event)
         self.advance()
         return event
 
-    def upload(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.clone()
+    def pace_side(self, share: float) -> None:
+        self.share = share
+
+    def give_way(self) -> None:
+        """Let a random amount of the steps' work happen between pieces of side work. With pauses it is a piece of it at least."""
+        if not self._in_side:
+            return
+        if self.share < 1 and self._work:
+            self._run_work()
+        self._advance_steps()
+
+    def capture_side(self, work: Callable[[], None]) -> Callable[[], None]:
+        return work
+
+    def upload(self, tensor: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        return tensor.clone() if out is None else out.copy_(tensor)
 
     def release(self, buffer: PinnedBuffer) -> None:
         if self.poison:
@@ -123,6 +140,9 @@ class DeferredCpuDevice(CpuDevice):
         """Let a random amount of work happen."""
         if self._side and self.random.random() < self.run_probability:
             self.run_side()
+        self._advance_steps()
+
+    def _advance_steps(self) -> None:
         while self.random.random() < self.run_probability:
             may_copy = bool(self._copies) and self._copies[0].after <= self._ran
             if may_copy and self.random.random() < 0.5:
@@ -144,7 +164,9 @@ class DeferredCpuDevice(CpuDevice):
 
     def run_side(self) -> None:
         """Run the oldest side work."""
+        self._in_side = True
         self._side.popleft().run()
+        self._in_side = False
 
     def synchronize(self) -> None:
         while self._side:

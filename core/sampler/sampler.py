@@ -73,6 +73,8 @@ class Sampler:
                 raise ValueError(f"two sampler stages supply {taken[0]!r}; each argument of an operation has one owner")
             self._inputs.update(dict.fromkeys(stage.inputs, stage.feature))
         self._processing = [stage for stage in self.stages if stage.acts]
+        self._checking = [stage for stage in self.stages if type(stage).check is not Stage.check]
+        self._valued = [stage for stage in self.stages if type(stage).row_values is not Stage.row_values]
         self.processed = Feature.GREEDY
         self.captured = Feature.GREEDY
         for stage in self._processing:
@@ -88,22 +90,22 @@ class Sampler:
 
     def check(self, request: Request, settings: RunnerSettings) -> None:
         """H, at submission. Raises RequestError for a request that a stage cannot hold."""
-        for stage in self.stages:
+        for stage in self._checking:
             stage.check(request, settings)
 
     def row_values(self, request: Request) -> dict[str, Any]:
         """H, at submission. Column values of the request."""
         values: dict[str, Any] = {}
-        for stage in self.stages:
+        for stage in self._valued:
             values.update(stage.row_values(request))
         return values
 
     def features(self, params: SamplingParams) -> Feature:
         """H, at submission. Union of what the stages need of a step's tail."""
-        found = Feature.GREEDY
+        found = 0
         for stage in self.stages:
-            found |= stage.features(params)
-        return found
+            found |= int(stage.features(params))
+        return Feature(found)
 
     @property
     def _logprobs(self) -> Logprobs | None:

@@ -66,7 +66,7 @@ class Idefics3State(ModelState):
             vocab_size=text.vocab_size,
             max_model_len=text.rope.max_length,
             tap_points=tuple(f"layer.{layer}" for layer in range(text.num_layers + 1)),
-            media=MediaNeeds(max_embeddings=self.max_embeddings),
+            media=MediaNeeds(max_embeddings=self.max_embeddings, capture=True),
         )
 
     def supports(self, feature: str) -> Yes | No:

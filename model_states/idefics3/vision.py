@@ -55,7 +55,7 @@ class VisionTower(nn.Module):
     def __init__(self, ctx: BuildContext, config: VisionConfig, width: int) -> None:
         """width: the text's hidden size."""
         super().__init__()
-        self.config = config
+        self.config, self.give_way = config, ctx.give_way
         self.embed = ctx.linear(config.channels * config.patch_size**2, config.hidden_size, bias=True)
         shape = (config.position_side**2, config.hidden_size)
         self.positions = nn.Parameter(torch.empty(shape, device=ctx.device, dtype=ctx.dtype), requires_grad=False)
@@ -70,6 +70,7 @@ class VisionTower(nn.Module):
         count = len(lengths)
         hidden = (self.embed(patches).view(count, -1, self.config.hidden_size) + self.positions[self.places]).flatten(0, 1)
         for block in self.blocks:
+            self.give_way()
             hidden = block(hidden, starts, lengths)
         side, shuffle = self.config.patches_across // self.config.shuffle, self.config.shuffle
         tokens = self.norm(hidden).view(count, side, shuffle, side, shuffle, -1).transpose(2, 3)  # pixel shuffle: arXiv:1609.05158

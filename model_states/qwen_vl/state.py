@@ -55,7 +55,7 @@ class QwenVLState(ModelState):
             vocab_size=text.vocab_size,
             max_model_len=text.rope.max_length,
             tap_points=tuple(f"layer.{layer}" for layer in range(text.num_layers + 1)),
-            media=MediaNeeds(features=len(self.config.vision.deepstack), position_rows=3, max_embeddings=self.max_embeddings),
+            media=MediaNeeds(len(self.config.vision.deepstack), position_rows=3, max_embeddings=self.max_embeddings, capture=True),
         )
 
     def supports(self, feature: str) -> Yes | No:

@@ -69,8 +69,13 @@ class VisionBlock(nn.Module):
         self.mlp = GatedMLP(ctx, size, inner, bias=True) if config.gated else MLP(ctx, size, inner)
 
     def forward(self, x: torch.Tensor, cos_sin: torch.Tensor, starts: torch.Tensor, lengths: tuple[int, ...]) -> torch.Tensor:
-        x = x + self.attention(self.attention_norm(x), cos_sin, starts, lengths)
-        return cast(torch.Tensor, x + self.mlp(self.mlp_norm(x)))
+        attended = self.attention(self.attention_norm(x), cos_sin, starts, lengths)
+        if isinstance(self.mlp_norm, RMSNorm):
+            normed, x = self.mlp_norm.add(attended, x)
+        else:
+            x = x + attended
+            normed = self.mlp_norm(x)
+        return cast(torch.Tensor, x + self.mlp(normed))
 
 
 class Merger(nn.Module):
@@ -103,7 +108,7 @@ class VisionTower(nn.Module):
     def __init__(self, ctx: BuildContext, config: VisionConfig, width: int) -> None:
         """width: the text's hidden size."""
         super().__init__()
-        self.config = config
+        self.config, self.give_way = config, ctx.give_way
         patch = config.in_channels * config.temporal_patch_size * config.patch_size**2
         self.embed = ctx.linear(patch, config.hidden_size, bias=not config.gated)
         if config.position_side:
@@ -125,6 +130,7 @@ class VisionTower(nn.Module):
         cos_sin = self.rotary(layout.coordinates)
         copies = {}
         for index, block in enumerate(self.blocks):
+            self.give_way()
             whole = not layout.windows or index in self.config.full_layers
             segments = (layout.frame_starts, layout.frames) if whole else (layout.window_starts, layout.windows)
             hidden = block(hidden, cos_sin, *segments)

@@ -10,7 +10,7 @@ from modelrunner.linear import Int8Scheme, LinearFactory, PlainScheme
 from modelrunner.ops import Ops
 
 CPU = torch.device("cpu")
-OPS = Ops({"matmul": matmul, "int8_matmul": int8_matmul}, {})
+OPS = Ops({"matmul": matmul, "int8_matmul": int8_matmul, "matmul_add": lambda x, weight, residual: matmul(x, weight) + residual}, {})
 
 
 def factory(scheme, dtype=torch.float32):

@@ -3,11 +3,14 @@
     python3 -P tests/gpu/bench_qwen_vl.py            # Qwen2.5-VL-3B's configuration, dummy weights in bfloat16, on the GPU
     python3 -P tests/gpu/bench_qwen_vl.py --dry      # the same, tiny, on the CPU
     python3 -P tests/gpu/bench_qwen_vl.py --decoding   # the second part alone
+    python3 -P tests/gpu/bench_qwen_vl.py --shares 0.4 0.6 1   # and for each of these values of media.encoder_share
 
 1. 64 requests with one image of 1024 x 1024 pixels each, 128 tokens out: processing (threads of the host, before the engine) and the run
    are timed apart. Then the same requests again, with the images in the arena, and without (`reset_media_cache`).
 2. 32 requests of text decode, alone; then beside requests with images that come one by one; then beside requests of as much text. The time
-   between two tokens of the decoding rows, so that the second differs from the third by the encoder alone.
+   between two tokens of the decoding rows, so that the second differs from the third by the encoder alone. `encoding_*` counts only steps
+   that begin and end while something is encoded, in which no image's prompt is computed. `first_ms` is from an image's arrival to its
+   token.
 
 Everything after the warm-up runs with `torch.cuda.set_sync_debug_mode("error")`.
 """
@@ -26,10 +29,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from modelrunner.devices.cuda_side import SideStream
 from modelrunner.encoding import Encoding
 from modelrunner.engine import Engine
 from modelrunner.media import EncoderInput
-from modelrunner.request import SamplingParams, prepare_prompt
+from modelrunner.prompts import prepare_prompt
+from modelrunner.request import SamplingParams
 
 PLACEHOLDER = 151655
 CONFIG: dict[str, Any] = {
@@ -102,12 +107,13 @@ class Bench:
         self.media: Encoding = self.engine.media
         self.number = 0
 
-    def images(self, count: int) -> list[Any]:
+    def images(self, count: int, side: int | None = None) -> list[Any]:
         """Prepared prompts of one image each, of 32 tokens of text around it, and the seconds that preparing took."""
+        side = side or self.side
         from PIL import Image
 
         generator = np.random.default_rng(self.number)
-        pictures = [Image.fromarray(generator.integers(0, 256, (32, 32, 3), np.uint8)).resize((self.side, self.side)) for _ in range(count)]
+        pictures = [Image.fromarray(generator.integers(0, 256, (32, 32, 3), np.uint8)).resize((side, side)) for _ in range(count)]
         front, text = self.engine.assembly.media.front, list(range(100, 116))
         prompts = [{"prompt_token_ids": [*text, PLACEHOLDER, *text], "multi_modal_data": {"image": each}} for each in pictures]
         begun = time.monotonic()
@@ -134,6 +140,16 @@ class Bench:
         self.run()
         seconds = time.monotonic() - begun
         say(what, seconds=seconds, tokens_per_second=len(prompts) * self.out / seconds, encoded=self.media.num_encoded - encoded)
+
+    def one_by_one(self, side: int) -> None:
+        """Nothing else runs: from an image's arrival to its token. The second of its size is captured where that is allowed."""
+        took = []
+        for prompt in self.images(8, side):
+            begun = time.monotonic()
+            self.add(prompt, 1)
+            self.run()
+            took.append(1e3 * (time.monotonic() - begun))
+        say(f"{side} x {side} one by one", first_ms=took[0], second_ms=took[1], then_ms=float(np.median(took[2:])))
 
     def encoder_alone(self, prompts: list[Any]) -> None:
         """One encoding of these prompts' images: how long the host enqueues, and how long until the device has done."""
@@ -164,20 +180,23 @@ class Bench:
         decoding = {self.add(text[n % 32 :], self.long) for n in range(self.decoding)}
         seen = dict.fromkeys(decoding, 0)
         gaps, last, waiting, present = [], 0.0, list(arrivals), ""
+        beside, firsts, arrived, encodes = [], [], 0.0, False
         begun = time.monotonic()
         while any(count < self.long for count in seen.values()) and (waiting or present or not arrivals):
             started = min(seen.values()) > 8
             if started and waiting and not present:
-                present = self.add(waiting.pop(), 1)
+                present, arrived = self.add(waiting.pop(), 1), time.monotonic()
             for output in self.engine.step():
                 if output.request_id == present and output.finished:
                     present = ""
+                    firsts.append(time.monotonic() - arrived)
                 if output.request_id in seen:
                     seen[output.request_id] = len(output.outputs[0].token_ids)
             now = time.monotonic()
             if started and last:
                 gaps.append(now - last)
-            last = now
+                beside += [now - last] if encodes and self.media.num_in_flight else []
+            last, encodes = now, bool(self.media.num_in_flight)
         for name in decoding:
             self.engine.abort(name)
         self.run()
@@ -192,7 +211,23 @@ class Bench:
             largest_ms=took.max(),
             left=len(waiting),
             seconds=time.monotonic() - begun,
+            **({} if not firsts else {"first_ms": 1e3 * float(np.mean(firsts))}),
+            **({} if not beside else quantiles(beside)),
         )
+
+    def share(self, share: float, pauses: bool = False) -> None:
+        """Measure with another `media.encoder_share`. pauses: as where multiprocessors cannot be parted."""
+        device: Any = self.engine.assembly.device
+        self.media._share = share
+        if not self.dry:
+            device._side_work = SideStream(device.torch_device, 1.0 if pauses else share)
+        say(f"share {share}", multiprocessors=0 if self.dry else device._side_work.part)
+
+
+def quantiles(seconds: list[float]) -> dict[str, float]:
+    took = np.array(seconds) * 1e3
+    found = {"steps": len(took), "mean_ms": took.mean(), "p50_ms": np.median(took), "p99_ms": np.quantile(took, 0.99)}
+    return {f"encoding_{name}": float(value) for name, value in found.items()}
 
 
 def say(what: str, **figures: float) -> None:
@@ -203,8 +238,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dry", action="store_true", help="tiny, on the CPU")
     parser.add_argument("--decoding", action="store_true", help="the second part alone")
+    parser.add_argument("--shares", type=float, nargs="+", default=[], help="the second part for these values of media.encoder_share")
+    parser.add_argument("--pauses", type=float, nargs="+", default=[], help="the same with pauses on all multiprocessors")
     asked = parser.parse_args()
     bench = Bench(asked.dry)
+    print(bench.engine.assembly.resolved, flush=True)
     prompts = bench.images(bench.arriving if asked.decoding else bench.requests)
     bench.timed("warm-up, 4 requests", prompts[:4])
     bench.engine.reset_media_cache()
@@ -212,6 +250,8 @@ def main() -> None:
         bench.encoder_alone(prompts[:count])
     if not bench.dry:
         torch.cuda.set_sync_debug_mode("error")
+    for side in (56, 112) if bench.dry else (224, 448, 616, 1024):
+        bench.one_by_one(side)
     if not asked.decoding:
         bench.timed("images, encoded", prompts)
         bench.timed("images, found in the arena", prompts)
@@ -226,6 +266,15 @@ def main() -> None:
         bench.engine.reset_media_cache()
         bench.between_tokens("decoding beside images", list(some))
         bench.between_tokens("decoding beside known images", list(some))
+    for share, pauses in [*((share, False) for share in asked.shares), *((share, True) for share in asked.pauses)]:
+        bench.share(share, pauses)
+        bench.engine.reset_media_cache()
+        bench.between_tokens("beside the first image", some[:2])  # what runs there for the first time
+        bench.engine.reset_media_cache()
+        bench.between_tokens("decoding beside images", list(some))
+        if not asked.decoding:
+            bench.engine.reset_media_cache()
+            bench.timed("images, encoded", prompts)
     if not bench.dry:
         torch.cuda.set_sync_debug_mode("default")
         say("memory", peak_gib=torch.cuda.max_memory_allocated() / 2**30)

@@ -109,3 +109,88 @@ def test_a_large_upload_goes_in_pieces() -> None:
     with pytest.raises(IndexError):
         failing.wait()
     assert device.launch_side(lambda: None).wait() is None
+
+
+@pytest.mark.parametrize("narrow", [True, False])
+def test_encoding_spares_those_who_decode(no_waiting: None, narrow: bool) -> None:
+    """On a part of the device, or with pauses between pieces: tokens are the same, and nothing waits."""
+    driver = start(tokens=64, rows=4)
+    media: Any = driver.engine.media
+    media._start.__self__.narrow = 4096 if narrow else 0
+    device: Any = driver.engine.assembly.device
+    text = made((9,), 5)
+    driver.engine.add_request("text", prepared(driver, text), GREEDY.model_copy(update={"max_tokens": 150}))
+    driver.outputs["text"] = []
+    told: list[float] = []
+    pace = media._pace
+    media._pace = lambda share: (told.append(share), pace(share))
+    driver.step()
+    for number, one in enumerate(requests()):
+        driver.engine.add_request(str(number), prepared(driver, one), GREEDY)
+        driver.outputs[str(number)] = []
+    torch.cuda.set_sync_debug_mode("error")
+    driver.finish()
+    torch.cuda.set_sync_debug_mode("default")
+    for number, one in enumerate(requests()):
+        assert_expected(one, driver.result(str(number)))
+    assert told[0] == driver.engine.settings.media.encoder_share
+    side = device._side_work
+    assert side.part or side.no_part, "nobody says why there is no part of the multiprocessors"
+    assert narrow or side.pace.rested > 0, "there were no pauses"
+    EngineProbe(driver).assert_clean()
+
+
+def test_a_part_of_the_multiprocessors() -> None:
+    """Work there sees what came before on other streams, and runs on no more multiprocessors than it says."""
+    from modelrunner.devices.cuda_part import NoParts, part_stream
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    every = torch.cuda.get_device_properties(device).multi_processor_count
+    try:
+        stream, count = part_stream(device, 0.25)
+    except NoParts as error:
+        pytest.skip(str(error))
+    assert every // 4 <= count < every
+    x = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
+    stream.wait_stream(torch.cuda.current_stream())
+    want, spans = x @ x, []
+    for where in (torch.cuda.Stream(device), stream):
+        where.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(where):
+            begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            for _ in range(3):
+                begun.record()
+                for _ in range(10):
+                    got = x @ x
+                ended.record()
+        ended.synchronize()
+        torch.testing.assert_close(got, want)
+        spans.append(begun.elapsed_time(ended))
+    assert spans[1] > 1.5 * spans[0], f"as fast on {count} multiprocessors of {every} as on all: {spans} ms"
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_images_of_one_size_are_encoded_by_a_graph(no_waiting: None, shared: bool) -> None:
+    """On all multiprocessors and on a part of them; steps run on while it is captured."""
+    driver = start(tokens=64, rows=4, arena=200)
+    graphs: Any = driver.engine.assembly.media.encoder.graphs  # type: ignore[union-attr]
+    before = graphs.num_captured
+    assert before, "none was captured at the start"
+    many = [made((3, (5, 4), 4), seed) for seed in range(5)]
+    torch.cuda.set_sync_debug_mode("error")
+    if shared:
+        driver.engine.add_request("text", prepared(driver, made((9,), 5)), GREEDY.model_copy(update={"max_tokens": 400}))
+        driver.outputs["text"] = []
+    for number, one in enumerate(many):
+        driver.engine.add_request(str(number), prepared(driver, one), GREEDY)
+        driver.outputs[str(number)] = []
+        driver.step_until(lambda number=number: driver.is_finished(str(number)), 5000)  # type: ignore[misc]
+    driver.finish()
+    torch.cuda.set_sync_debug_mode("default")
+    for number, one in enumerate(many):
+        assert_expected(one, driver.result(str(number)))
+    assert graphs.num_captured == before + 1
+    side: Any = driver.engine.assembly.device
+    places = {place for place, kept in graphs._graphs.items() if len(kept) > 1}
+    assert places == {1 if shared and side._side_work.part else 0}
+    EngineProbe(driver).assert_clean()

@@ -97,6 +97,7 @@ def three_rows(length: int, runs: Sequence[tuple[int, int, Sequence[int], int]])
 class TinyModel(DenseModel):
     def __init__(self, ctx: Any, config: Any, length: int) -> None:
         super().__init__(ctx, config, length)
+        self.give_way = ctx.give_way
         made = {"dtype": ctx.dtype, "device": ctx.device}
         self.patch = nn.Parameter(torch.empty(2 * HIDDEN, CHANNELS, **made), requires_grad=False)
         self.mean = nn.Parameter(torch.empty(2 * HIDDEN, CHANNELS, **made), requires_grad=False)
@@ -119,7 +120,9 @@ class TinyState(DenseState):
     def declare(self, card: Any, settings: Any) -> Any:
         from dataclasses import replace
 
-        return replace(super().declare(card, settings), media=MediaNeeds(features=1, position_rows=3, max_embeddings=MAX_SIDE**2))
+        return replace(
+            super().declare(card, settings), media=MediaNeeds(features=1, position_rows=3, max_embeddings=MAX_SIDE**2, capture=True)
+        )
 
     def supports(self, feature: str) -> Any:
         from modelrunner.model_state import Yes
@@ -140,6 +143,7 @@ class TinyState(DenseState):
     def encode(self, items: Sequence[EncoderInput], out: torch.Tensor) -> None:
         at = 0
         for item in items:
+            self.module.give_way()
             out[at : at + item.num_embeddings] = self.module.encode(item.tensors["patches"].to(out.dtype))
             at += item.num_embeddings
 

@@ -204,6 +204,38 @@ class DeviceConformance:
             got = back.array.view(np.uint32)
             assert (got == want).all(), f"a step after side work {number} sees {got[:4]}; the work wrote {want}"
 
+    def test_side_work_that_gives_way_stays_in_order(self) -> None:
+        """Whatever share it has of the device, on a part of it or all over, with steps between its pieces."""
+        device = self.make()
+        if not device.paces:
+            pytest.skip("the device paces no side work")
+        side, busy = (torch.zeros(SIZE, dtype=torch.int32, device=device.torch_device) for _ in range(2))
+        back = device.pinned(4 * SIZE)
+
+        def work(number: int) -> None:
+            for _ in range(3):
+                side.mul_(3).add_(number)
+                device.give_way()
+
+        want = steps = 0
+        for number in range(40):
+            device.pace_side((1.0, 0.5, 0.9)[number % 3])
+            events = [device.launch_side(do(work, number), narrow=narrow) for narrow in (True, False, True)]
+            for _ in range(3):
+                device.launch(do(busy.add_, 1))
+            steps += 3
+            for _ in range(9):
+                want = (want * 3 + number) % 2**32
+            device.give_way()  # outside of side work this is nothing
+            events[-1].wait()
+            device.pace_side(1.0)
+            assert all(event.done() for event in events), "side work did not run in order"
+            device.download(give(side), back).wait()
+            got = back.array.view(np.uint32)
+            assert (got == want).all(), f"after side work {number} there is {got[:4]}; {want} is right"
+        device.download(give(busy), back).wait()
+        assert (self.words(back) == steps).all(), "a step between two pieces of side work was lost"
+
     def test_side_work_that_raises_tells_who_asks_and_nobody_else(self) -> None:
         device = self.make()
         value, back = torch.zeros(4, dtype=torch.int32, device=device.torch_device), device.pinned(16)
