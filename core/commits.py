@@ -31,12 +31,15 @@ class Commits:
     def steady(self, outcome: Outcome, steady: Steady | SteadyDrafts) -> Committed:
         """What else follows from more tokens of each row, all of them with output before: no page of a prompt is left to index."""
         plan, records = outcome.plan, outcome.records
-        tokens, counts = records[:, Record.TOKENS : Record.TOKENS + 1 + plan.num_draft], plan.num_query
-        computed = generated = plan.num_tokens
-        if plan.num_draft:
-            counts, computed = records[:, Record.NUM_TOKENS], int(plan.num_query.sum())
-            generated = int(counts.sum())
-            self.stats.checked(records[:, Record.DRAFTED], counts)
+        if isinstance(steady, SteadyDrafts):
+            tokens, counts = records[:, steady.tokens], records[:, Record.NUM_TOKENS]
+            computed = steady.num_computed
+            generated = int(np.add.reduce(counts))
+            self.stats.num_drafted += int(np.add.reduce(records[:, Record.DRAFTED]))
+            self.stats.num_accepted += generated - plan.num_rows  # each row's tokens but one were drafts
+        else:
+            tokens, counts = records[:, Record.TOKENS : Record.TOKENS + 1], plan.num_query
+            computed = generated = plan.num_tokens
         self.stats.computed_tokens += computed
         self.stats.generated_tokens += generated
         for table in self.rows.tables:

@@ -39,6 +39,7 @@ class DraftPolicy:
         fewer = {0} if off_above_rows is not None else set()
         fewer |= set() if spare_tokens is None else {(most + 1) // 2, 1, 0}
         self.choices = tuple(sorted({most} | fewer, reverse=True))
+        self.varies = spare_tokens is not None  # also between steps of the same rows
         self._kept = [GUESS * GUESSED] * most  # by place: drafts kept, and drafts checked whose forerunners were kept
         self._seen = [GUESSED] * most
         self._best: dict[int, int] = {}  # by number of decode rows, since something was learned

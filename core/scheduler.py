@@ -244,7 +244,7 @@ class Scheduler:
         if self.admission.candidate(self._budget.most - first.num_tokens) is not None:
             return None
         steady = self._steady = self._steady or self._steady_from(first)
-        if steady.left <= 0 or (steady.drafting and first.num_draft != self._drafts_in(self._step)):
+        if steady.left <= 0 or (steady.wavering and first.num_draft != self._drafts_in(self._step)):
             return None
         growths: list[Growth] = []
         patch = EMPTY_PATCH

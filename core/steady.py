@@ -21,15 +21,15 @@ class Steady:
     """Repeats `first`, a plan of all running rows in which each decodes. Ends when a row leaves, one comes, or `left` is 0.
 
     rows: [N] int32, the very array of each of its plans, which tells them from others (so do generations and query counts).
-    all: [N] bool, True. left: steps that can still be planned before a row reaches its limit. drafting: a row may have drafts, though it
-    has none in these steps.
+    all: [N] bool, True. left: steps that can still be planned before a row reaches its limit. wavering: the next step may be one of another
+    number of drafts, though its rows are the same.
     """
 
     def __init__(self, table: HostRows, first: Plan) -> None:
         """Right after `first` was planned."""
         self.rows = first.rows
         self.left = int((table.limit[self.rows] - table.known_upper[self.rows]).min())
-        self.drafting = bool(table.policy.most and table.drafts[self.rows].any())
+        self.wavering = bool(table.policy.varies and table.drafts[self.rows].any())
         self._first = first
         self._table = table
         self._length = first.max_seq_len

@@ -1,23 +1,30 @@
 """The steady path of steps with drafts: rows that all decode, k drafts each, for as long as nobody comes or goes.
 
-As in `steady`, a step differs from the one before in little: the rows, their tenancies and how many tokens each may get stay the same. What
-changes is how far each row has come, which is kept in arrays over the rows of the step and written into `HostRows` before somebody reads
-it there. Records are laid aside whole, and what they say is written down many steps at a time.
+As in `steady`, a step differs from the one before in little: the rows, their tenancies and how many tokens each may get stay the same.
+What changes is how far each row has come: one sum for a row, to which a commit adds. All else that is counted of a row follows from it and
+from the number of steps in flight, and is written into `HostRows` before somebody reads it there. Records are laid aside whole, and what
+they say is written down many steps at a time.
 """
 
 from __future__ import annotations
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
-from modelrunner.batch import Patch, Plan, Record
+from modelrunner.batch import Finish, Patch, Plan, Record, record_words
 from modelrunner.page_pool import Int32Array
 from modelrunner.rows import BlockTable, HostRows
 from modelrunner.steady import MOST_KEPT
 from modelrunner.step_books import Stats
 
+NAMED = b"\1\1\0\1"  # which of a record's first words are those that are expected: row, tenancy, a count that is not 0, and no end
+
 
 class SteadyDrafts:
-    """Repeats `first`, a plan of all running rows in which each decodes with drafts. Attributes as in `Steady`."""
+    """Repeats `first`, a plan of all running rows in which each decodes with drafts. Attributes as in `Steady`.
+
+    num_computed: query tokens of a step. tokens: where those of a row are in its record.
+    """
 
     def __init__(self, table: HostRows, first: Plan, stats: Stats) -> None:
         """Right after `first` was planned."""
@@ -26,15 +33,23 @@ class SteadyDrafts:
         self._step = first.step
         self._kept: list[Int32Array] = []  # records of each step committed and not yet settled
         self._query = first.num_query
+        self.num_computed = int(first.num_query.sum())
+        self.tokens = slice(int(Record.TOKENS), record_words(first.num_draft))
+        self._steps: dict[int, Int32Array] = {}  # query tokens of each row in so many steps
         self._loaded = False
         self._planned = False  # since the last settling
         self.all = np.ones(self.rows.size, np.bool_)
-        self._names = np.stack([self.rows, first.generations], 1)
+        zero = np.zeros_like(self.rows)
+        self._expected = np.stack([self.rows, first.generations, zero, zero + Finish.NONE], 1)
+        self._as_expected = NAMED * self.rows.size
         usual = np.minimum(table.drafts[self.rows], first.num_draft) + 1
-        small = any(each.tokens_per_page < 1 + first.num_draft for each in table.tables)
+        slots = 1 + first.num_draft
+        small = table.max_model_len < slots or any(each.tokens_per_page < slots for each in table.tables)
         self._left = 0
         self._usable = np.array_equal(usual, first.num_query) and not small
-        self.drafting = True
+        if self._usable:
+            self._runs = sliding_window_view(table.token_log, slots, 1, writeable=True)
+        self.wavering = table.policy.varies
         for array in (first.rows, first.generations, first.num_query):
             array.setflags(write=False)  # the runner knows from the array that its contents are the same
 
@@ -46,36 +61,48 @@ class SteadyDrafts:
         return self._left
 
     def _load(self) -> None:
-        """Take over how far the rows have come."""
+        """Take over how far the rows have come.
+
+        `_come` [N]: tokens that a row knows at most after the steps that were planned by now, each corrected when it is committed.
+        `_ahead`: steps planned since, less those committed since. `_reach` [N] of each group: the same number of tokens, of the next step,
+        up to which a row has pages.
+        """
         table, rows, slots = self._table, self.rows, 1 + self._first.num_draft
-        self._upper, self._lower = table.known_upper[rows], table.known_lower[rows]
-        self._room = [each.used[rows] * each.tokens_per_page - each.ahead for each in table.tables]
+        self._come, self._ahead = table.known_upper[rows], 0
+        self._start, self._lower = self._come.copy(), table.known_lower[rows]
+        self._computed = table.computed[rows] - self._come
+        self._reach = [each.used[rows] * each.tokens_per_page - each.ahead + 1 for each in table.tables]
+        self._due: list[tuple[int, Int32Array]] = []
         ahead = max([0, *(each.ahead for each in table.tables)])
-        self._left = int((table.limit[rows] - self._upper).min() - ahead - 1) // slots
+        self._left = int((table.limit[rows] - self._come).min() - ahead - 1) // slots
         self._loaded = True
 
     def due(self) -> list[tuple[BlockTable, Int32Array]]:
         """Rows that need one page more for the next step, by group; groups where there are none are left out. After a look at `left`."""
-        tokens = self._upper + (self._query - 1)
+        steps = self._ahead + 1
+        if steps not in self._steps:
+            self._steps[steps] = steps * self._query
+        self._next = self._come + self._steps[steps]
         found = []
-        for table, room in zip(self._table.tables, self._room, strict=True):
-            lacking = tokens > room
-            if lacking.any():
-                found.append((table, self.rows[lacking]))
+        self._due.clear()
+        for group, reach in enumerate(self._reach):
+            at = (self._next > reach).nonzero()[0]
+            if at.size:
+                self._due.append((group, at))
+                found.append((self._table.tables[group], self.rows[at]))
         return found
 
     def plan(self, step: int, patch: Patch) -> Plan:
         """The next plan, for which the rows that `due` named have got a page."""
-        first = self._first
-        if not patch.empty:
-            self._room = [each.used[self.rows] * each.tokens_per_page - each.ahead for each in self._table.tables]
-        self._upper += self._query
-        self._lower += 1
+        first, tables = self._first, self._table.tables
+        for group, at in self._due:
+            self._reach[group][at] += tables[group].tokens_per_page
+        self._ahead += 1
         self._step = step
         self._planned = True
         self._left -= 1
-        length = int(self._upper.max()) - 1
-        pages = tuple([-(-length // table.tokens_per_page) for table in self._table.tables])
+        length = int(np.maximum.reduce(self._next)) - 1
+        pages = tuple([-(-length // table.tokens_per_page) for table in tables])
         return Plan(
             step, self.rows, first.generations, first.num_query, patch, first.num_decode, first.num_tokens, first.max_query, length, pages,
             first.features, first.num_draft, first.num_next, first.row_features,
@@ -86,13 +113,12 @@ class SteadyDrafts:
         plan is not a repetition of the first."""
         if plan.rows is not self.rows or plan is self._first:
             return False
-        counts = records[:, Record.NUM_TOKENS]
-        if records[:, Record.FINISH].any() or not counts.all() or not (records[:, : Record.NUM_TOKENS] == self._names).all():
+        if (records[:, : Record.DRAFTED] == self._expected).tobytes() != self._as_expected:
             return False
         if not self._loaded:
             self._load()
-        self._upper -= self._query - counts
-        self._lower += counts - 1
+        self._come += records[:, Record.NUM_TOKENS]
+        self._ahead -= 1
         self._kept.append(records)
         if len(self._kept) == MOST_KEPT:
             self._write_down()
@@ -100,18 +126,16 @@ class SteadyDrafts:
 
     def computed(self) -> Int32Array:
         """Committed tokens of each row that are in the cache, [N]."""
-        later = np.zeros_like(self.rows)
-        for records in self._kept:
-            later += records[:, Record.NUM_TOKENS]
-        return self._table.computed[self.rows] + later
+        return self._computed + self._come
 
     def settle(self) -> None:
         """Write everything to the rows: from now on, until the next plan or commit, the table says how things are."""
         if not self._loaded:
             return
         table, rows = self._table, self.rows
-        table.known_upper[rows], table.known_lower[rows] = self._upper, self._lower
-        table.computed_upper[rows] = self._upper - 1
+        upper = self._come + self._ahead * self._query
+        table.known_upper[rows], table.computed_upper[rows] = upper, upper - 1
+        table.known_lower[rows] = self._lower + (self._come - self._start) + self._ahead
         if self._planned:
             table.last_ticket[rows] = self._step
             self._planned = False
@@ -121,20 +145,19 @@ class SteadyDrafts:
 
     def _write_down(self) -> None:
         """What the records laid aside say: tokens for the log, and drafts."""
-        table, rows, k = self._table, self.rows, self._first.num_draft
-        records = np.stack(self._kept, 1)  # [N, steps, words]
+        table, rows, slots = self._table, self.rows, 1 + self._first.num_draft
+        records = np.concatenate(self._kept).reshape(len(self._kept), rows.size, -1)
         self._kept.clear()
         counts, drafted = records[:, :, Record.NUM_TOKENS], records[:, :, Record.DRAFTED]
-        tokens = records[:, :, Record.TOKENS : Record.TOKENS + 1 + k]
-        counted = (np.arange(1 + k) < counts[:, :, None]).reshape(rows.size, -1)
-        at, _ = np.nonzero(counted)
-        place = np.cumsum(counted, 1)[counted] - 1
-        table.token_log[rows[at], table.known[rows[at]] + place] = tokens.reshape(rows.size, -1)[counted]
-        total = counts.sum(1)
-        accepted = np.minimum(counts - 1, drafted)
+        ends = np.cumsum(counts, 0, dtype=np.int32)
+        # Each step's tokens go to the log with what follows those that count: the next step's lie over that. The last step's are cut.
+        at, tokens = table.known[rows] + (ends - counts), records[:, :, self.tokens]
+        np.copyto(tokens[-1], self._runs[rows, at[-1]], where=np.arange(slots) >= counts[-1][:, None])
+        self._runs[np.tile(rows, len(records)), at.ravel()] = tokens.reshape(-1, slots)
+        total, accepted = ends[-1], np.minimum(counts - 1, drafted)
         table.known[rows] += total
         table.computed[rows] += total
-        table.num_drafted[rows] += drafted.sum(1)
-        table.num_accepted[rows] += accepted.sum(1)
+        table.num_drafted[rows] += drafted.sum(0)
+        table.num_accepted[rows] += accepted.sum(0)
         self._stats.by_place(drafted.ravel(), accepted.ravel())
         table.policy.learn(drafted.ravel(), accepted.ravel())

@@ -44,15 +44,21 @@ class Stats:
 
     def by_place(self, drafted: Int32Array, accepted: Int32Array) -> None:
         """Count them by their place."""
-        places = np.arange(len(self.drafted_at))
-        self.drafted_at = (self.drafted_at + (drafted[:, None] > places).sum(0)).tolist()
-        self.accepted_at = (self.accepted_at + (accepted[:, None] > places).sum(0)).tolist()
+        self.drafted_at = [before + more for before, more in zip(self.drafted_at, above(drafted, len(self.drafted_at)), strict=True)]
+        self.accepted_at = [before + more for before, more in zip(self.accepted_at, above(accepted, len(self.accepted_at)), strict=True)]
 
     def admitted(self, entry: Entry, sign: int) -> None:
         """Count an admission, or with sign -1 take it back."""
         self.cached_tokens += sign * entry.cached
         if not entry.request.num_preemptions and not entry.request.choice:
             self.prompt_tokens += sign * len(entry.request.prompt_token_ids)
+
+
+def above(counts: Int32Array, places: int) -> list[int]:
+    """How many of `counts`, none of which is negative, are above 0, above 1, and so on."""
+    found = np.bincount(counts, minlength=places)
+    above_each: list[int] = (counts.size - np.cumsum(found))[:places].tolist()
+    return above_each
 
 
 @dataclass(frozen=True)

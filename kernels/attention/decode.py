@@ -13,8 +13,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from modelrunner.kernels.attention.device import launch_options, next_power_of_2, processors
-from modelrunner.kernels.attention.heads import partner_of, rotated, turn_factors
-from modelrunner.kernels.attention.scaled import HALF_QUERY, factors, head_scales, in_half, stored, values
+from modelrunner.kernels.attention.new_tokens import start_row, start_rows
+from modelrunner.kernels.attention.scaled import HALF_QUERY, factors, head_scales, in_half, values
 from modelrunner.kernels.attention.tile import LOG2E, LOWEST, add_sink, capped, fold, matmul, pages_of, token_offsets
 from modelrunner.kernels.attention.work_list import AttentionWork
 from modelrunner.kernels.pdl import wait_in_loop
@@ -77,64 +77,6 @@ def combine(
     return acc, largest, total
 
 
-@triton.jit
-def repeated(x, M: tl.constexpr):
-    """x [T] or [T, D] as often as fills M rows."""
-    T: tl.constexpr = x.shape[0]
-    if T == M:
-        return x
-    elif len(x.shape) == 1:
-        return tl.reshape(tl.broadcast_to(x[None, :], [M // T, T]), [M])
-    else:
-        return tl.reshape(tl.broadcast_to(x[None, :, :], [M // T, T, x.shape[1]]), [M, x.shape[1]])
-
-
-@triton.jit
-def start_row(
-    q_ptr, cache_ptr, q_norm_ptr, k_norm_ptr, cos_sin_ptr, slots_ptr, row, head, split, splits, query_len, scale, softcap, eps,
-    k_scale, v_scale, q_token, q_head, page_rows, cos_sin_token,
-    PAGE: tl.constexpr, NUM_KV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, R: tl.constexpr, HAS_NORM: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SCALES: tl.constexpr,
-    IN_HALF: tl.constexpr,
-):  # fmt: skip
-    """Norm and rotate a row's queries and new key; the last chunk's program writes new key and value, and attends to them.
-
-    scale: on products with keys as they are kept. k_scale, v_scale: the head's, with HAS_SCALES. Returns the queries' `factors` [M, D] and
-    acc, largest and total of `fold`, acc in values as they are kept.
-    """
-    T: tl.constexpr = BLOCK_M if GROUP > 8 else 8  # rows of the tile, few for the sake of registers
-    dim, m = tl.arange(0, BLOCK_D), tl.arange(0, T)
-    partner = partner_of(dim, R)
-    q_at = q_ptr + row * q_token + (head * GROUP + m % GROUP)[:, None].to(tl.int64) * q_head
-    q_ok = (m < GROUP)[:, None] & (dim < D)[None, :]
-    # The key goes through the same tile as the queries, all rows alike: then the threads of a row need nothing from others.
-    every = tl.zeros([T, 1], tl.int64)
-    new_at = q_ptr + row * q_token + (NUM_KV * GROUP + head) * q_head + every
-    slot = tl.load(slots_ptr + row)
-    cos, sin = turn_factors(cos_sin_ptr + row * cos_sin_token + every, dim[None, :], R)
-    last = m * 0 + split == splits - 1
-    new_ok = last[:, None] & (dim < D)[None, :]
-    q = tl.load(q_at + dim[None, :], mask=q_ok, other=0.0)
-    q_partner = tl.load(q_at + partner[None, :], mask=q_ok, other=0.0)
-    k = tl.load(new_at + dim[None, :], mask=new_ok, other=0.0)
-    k_partner = tl.load(new_at + partner[None, :], mask=new_ok, other=0.0)
-    v = tl.load(new_at + NUM_KV * q_head + dim[None, :], mask=new_ok, other=0.0)
-    v = stored(v, v_scale, cache_ptr.dtype.element_ty, HAS_SCALES)
-    q = rotated(q, q_partner, q_norm_ptr + every, dim[None, :], partner[None, :], cos, sin, eps, D, HAS_NORM)
-    k = rotated(k, k_partner, k_norm_ptr + every, dim[None, :], partner[None, :], cos, sin, eps, D, HAS_NORM)
-    k = stored(k, k_scale, cache_ptr.dtype.element_ty, HAS_SCALES)
-    write = new_ok & (m == 0)[:, None] & (every <= slot)
-    place = cache_ptr + (slot // PAGE * page_rows + slot % PAGE) * (2 * NUM_KV * D) + head * D + every + dim[None, :]
-    tl.store(place, k, mask=write)
-    tl.store(place + NUM_KV * D, v, mask=write)
-    scores = tl.sum(q.to(tl.float32) * k.to(q.dtype).to(tl.float32), 1)
-    scores = capped(scores, scale, softcap) if HAS_SOFTCAP else scores * (scale * LOG2E)
-    there = last & (m * 0 < query_len)
-    acc = tl.where(there[:, None], v.to(q.dtype).to(tl.float32), 0.0)
-    largest, total = tl.where(there, scores, LOWEST), tl.where(there, 1.0, 0.0)
-    return repeated(factors(q, IN_HALF), BLOCK_M), repeated(acc, BLOCK_M), repeated(largest, BLOCK_M), repeated(total, BLOCK_M)
-
-
 @triton.jit(do_not_specialize=["table_row"])  # pages of a step that is not captured are of any number
 def decode_attention(
     q_ptr,
@@ -183,10 +125,10 @@ def decode_attention(
 ):
     """A persistent program: units (item, key head) pid, pid + programs, ...
 
-    R > 0: q is the projection's output, one new token a row, and so much of a head is rotated: this kernel norms and rotates queries and
-    new key, and writes new key and value, which it does not read back. What earlier steps wrote is read before the queries are there: the
-    list (by an earlier kernel, which ran to its end), and old keys and values: as many as the pipeline holds, or, with HOLD and R = 0, a
-    block of them in registers.
+    R > 0: q is the projection's output, QUERIES new tokens a row, and so much of a head is rotated: this kernel norms and rotates queries
+    and new keys, and writes new keys and values, which it does not read back. What earlier steps wrote is read before the queries are
+    there: the list (by an earlier kernel, which ran to its end), and old keys and values: as many as the pipeline holds, or, with HOLD and
+    R = 0, a block of them in registers.
     """
     if PDL:
         gdc_launch_dependents()
@@ -255,11 +197,18 @@ def decode_attention(
                 if block == begin:
                     if PDL:
                         wait_in_loop()
-                    q, acc, largest, total = start_row(
-                        q_ptr, cache_ptr, q_norm_ptr, k_norm_ptr, cos_sin_ptr, slots_ptr, first_token, head, split, splits, query_len,
-                        key_scale, softcap, eps, k_scale, v_scale, q_token, q_head, page_rows, cos_sin_token,
-                        PAGE, NUM_KV, GROUP, D, BLOCK_D, BLOCK_M, R, HAS_NORM, HAS_SOFTCAP, HAS_SCALES, IN_HALF,
-                    )  # fmt: skip
+                    if QUERIES == 1:
+                        q, acc, largest, total = start_row(
+                            q_ptr, cache_ptr, q_norm_ptr, k_norm_ptr, cos_sin_ptr, slots_ptr, first_token, head, split, splits, query_len,
+                            key_scale, softcap, eps, k_scale, v_scale, q_token, q_head, page_rows, cos_sin_token,
+                            PAGE, NUM_KV, GROUP, D, BLOCK_D, BLOCK_M, R, HAS_NORM, HAS_SOFTCAP, HAS_SCALES, IN_HALF,
+                        )  # fmt: skip
+                    else:
+                        q, acc, largest, total = start_rows(
+                            q_ptr, cache_ptr, q_norm_ptr, k_norm_ptr, cos_sin_ptr, slots_ptr, first_token, head, split, splits, query_len,
+                            key_scale, softcap, eps, window, k_scale, v_scale, q_token, q_head, page_rows, cos_sin_token,
+                            PAGE, NUM_KV, GROUP, QUERIES, D, BLOCK_D, BLOCK_M, R, HAS_NORM, HAS_SOFTCAP, HAS_WINDOW, HAS_SCALES, IN_HALF,
+                        )  # fmt: skip
             key = block + tl.arange(0, BLOCK_S)
             there = (key >= start) & (key < end) if HAS_WINDOW else key < end
             place = token_offsets(page, key, page_rows, PAGE, TOKEN)

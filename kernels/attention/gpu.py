@@ -29,12 +29,16 @@ from modelrunner.kernels.attention.segments import packed_segment_attention
 from modelrunner.kernels.attention.stream import decode_stream, stream_rows
 from modelrunner.kernels.attention.work_list import (
     AttentionWork,
+    DecodeList,
     attention_index,
     choose_decode,
     decode_items,
 )
 from modelrunner.kernels.attention.write import indexed_write, write_cache
 from modelrunner.kernels.builds import CAPABILITIES, Build
+
+# One launch does all for rows of several tokens: up to so many each, in all, and times the heads of a group.
+FUSED_QUERIES, FUSED_TOKENS, FUSED_HEADS = 4, 16, 8
 
 
 def indexed_attention(
@@ -101,6 +105,14 @@ def paged_attention(
     return indexed_attention(q, cache, index, scale=scale, softcap=softcap, sinks=sinks, scales=scales)
 
 
+def _many(decode: DecodeList, group: int) -> bool:
+    """Whether rows of several tokens have too many for one launch to gain."""
+    several = decode.queries > 1
+    return several and (
+        decode.queries > FUSED_QUERIES or decode.rows * decode.queries > FUSED_TOKENS or decode.queries * group > FUSED_HEADS
+    )
+
+
 def qkv_attention(
     qkv: torch.Tensor,
     num_heads: int,
@@ -118,9 +130,9 @@ def qkv_attention(
     sinks: torch.Tensor | None = None,
     scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The fusion of that name: one launch for few decode rows of one token each, else two. slots: those of the index."""
+    """The fusion of that name: one launch for few decode rows of few tokens each, else two. slots: those of the index."""
     decode = index.decode
-    if index.prefill is not None or decode.queries > 1 or not decode.config.fused:
+    if index.prefill is not None or not decode.config.fused or _many(decode, num_heads // num_kv_heads):
         q = qkv_rope_write(qkv, num_heads, num_kv_heads, q_norm, k_norm, eps, cos_sin, cache, slots, index, scales=scales)
         return indexed_attention(q, cache, index, scale=scale, softcap=softcap, sinks=sinks, scales=scales)
     if qkv.stride(1) != 1 or cos_sin.stride(1) != 1:
@@ -176,9 +188,8 @@ def _decode_build(kind: str, group: int, dim: int, rows: int, queries: int = 1, 
         "HAS_SCALES": bool(kept),
         "IN_HALF": (kind, kept) == ("bf16", "fp8e4nv"),
     }
-    spill = (
-        16 if fused or kept else 0
-    )  # outside the loop: A100's compiler prefers them to a lower occupancy, B200's where values are scaled
+    # Outside the loop: A100's compiler prefers them to a lower occupancy, B200's where values are scaled.
+    spill = 16 if fused or kept else 0
     signature = _signature(kind, kept)
     if config.stream and not kept:
         constants = {name: value for name, value in constants.items() if name in decode_stream.arg_names} | {"GPU": True}
@@ -271,6 +282,8 @@ _PLAIN = {"HAS_SOFTCAP": False, "HAS_WINDOW": False, "HAS_SINKS": False, "PDL": 
 BUILDS = [
     *[_decode_build("bf16", 2, 128, rows) for rows in (1, 8, 128, 1024)],
     *[_decode_build("bf16", 2, 128, rows, fused=True) for rows in (1, 8, 32)],
+    *[_decode_build("bf16", 2, 128, rows, queries, fused=True) for rows, queries in ((1, 2), (8, 2), (1, 4), (4, 4))],
+    _decode_build("bf16", 4, 128, 8, 2, fused=True),
     _decode_build("bf16", 4, 128, 8, fused=True),
     *[_decode_build("bf16", 3, 64, rows) for rows in (1, 128)],
     _decode_build("bf16", 3, 64, 1, fused=True),

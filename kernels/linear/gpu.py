@@ -13,8 +13,9 @@ from modelrunner.kernels.linear.fixed import SUM_BLOCK as FIXED_SUM_BLOCK
 from modelrunner.kernels.linear.fixed import fixed_int8_matmul, fixed_kernel, fixed_matmul, fixed_sum_kernel, fixed_tiles
 from modelrunner.kernels.linear.gemv import gemv_kernel
 from modelrunner.kernels.linear.launch import SUM_BLOCK, SUM_WARPS
-from modelrunner.kernels.linear.plan import Gemv, Stream, added, plan
+from modelrunner.kernels.linear.plan import Gemv, Several, Stream, added, plan
 from modelrunner.kernels.linear.products import int8_matmul, matmul, matmul_add, matmul_add_in_place, norm_gated_matmul, norm_matmul
+from modelrunner.kernels.linear.several import WARP, several_kernel
 from modelrunner.kernels.linear.stream import stream_kernel
 from modelrunner.kernels.linear.tiles import sum_kernel, tile_kernel
 
@@ -44,11 +45,11 @@ def builds(kind: str, rows: int, outputs: int, inner: int, dtype: str = "bf16") 
     if isinstance(tiles, Stream):
         return _stream_builds(tiles, kind, inner, dtype)
     given = {"x_ptr": dtype, "w_ptr": "i8" if kind == "int8" else dtype, "out_ptr": dtype}
-    fused = isinstance(tiles, Gemv) or tiles.fused_norm
+    fused = isinstance(tiles, Gemv | Several) or tiles.fused_norm
     given |= {"norm_ptr": dtype} if norm and fused else {}
     given |= {"residual_ptr": dtype} if kind == "add" else {}
     given |= {"scale_ptr": "fp32"} if kind == "int8" else {}
-    split = 1 if isinstance(tiles, Gemv) else tiles.split
+    split = 1 if isinstance(tiles, Gemv | Several) else tiles.split
     given |= {"part_ptr": "fp32"} if split > 1 else {}
     names = ("x_ptr", "norm_ptr", "w_ptr", "scale_ptr", "residual_ptr", "out_ptr", "part_ptr")
     signature = {k: f"*{v}" for k, v in given.items()} | _NUMBERS
@@ -57,6 +58,10 @@ def builds(kind: str, rows: int, outputs: int, inner: int, dtype: str = "bf16") 
         none.pop("part_ptr")
         constants = {"T": rows, "K": inner, "BN": tiles.bn, "BK": tiles.bk, "ACT": act, "PDL": True}
         return [Build(gemv_kernel, signature, none | constants, tiles.warps, divisible=_DIVISIBLE)]
+    if isinstance(tiles, Several):
+        none.pop("part_ptr")
+        constants = {"T": rows, "K": inner, "BN": WARP // tiles.c, "S": tiles.times, "C": tiles.c, "WARPS": tiles.warps, "ACT": act}
+        return [Build(several_kernel, signature, none | constants | {"PDL": True}, tiles.warps, divisible=_DIVISIBLE)]
     common = {"K": inner, "ACT": act, "PDL": True, "SPLIT": split}
     found = []
     for way, early in ((tiles, True), (tiles.pipelined(), False)):
@@ -97,7 +102,7 @@ def _stream_builds(tiles: Stream, kind: str, inner: int, dtype: str) -> list[Bui
 
 BUILDS: list[Build] = [
     build
-    for rows in (1, 4, 16, 32, 64, 128, 192, 256)
+    for rows in (1, 2, 4, 16, 32, 64, 128, 192, 256)
     for kind, outputs, inner in [
         ("norm", 4096, 1024),  # Qwen3-0.6B: qkv, o, gate and up, down, head
         ("add", 1024, 2048),

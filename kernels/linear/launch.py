@@ -9,7 +9,8 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from modelrunner.kernels.linear.gemv import gemv_kernel
-from modelrunner.kernels.linear.plan import Gemv, Stream, Tiles
+from modelrunner.kernels.linear.plan import Gemv, Several, Stream, Tiles
+from modelrunner.kernels.linear.several import WARP, several_kernel
 from modelrunner.kernels.linear.stream import stream_kernel
 from modelrunner.kernels.linear.tiles import sum_kernel, tile_kernel
 from modelrunner.kernels.norm.rows import rms_norm
@@ -32,11 +33,13 @@ class Extras:
 PLAIN = Extras()
 
 
-def run(tiles: Gemv | Tiles | Stream, x: torch.Tensor, weight: torch.Tensor, extras: Extras = PLAIN) -> torch.Tensor:
+def run(tiles: Gemv | Several | Tiles | Stream, x: torch.Tensor, weight: torch.Tensor, extras: Extras = PLAIN) -> torch.Tensor:
     """residual + act(scale * (norm(x) @ weight.T)). x: [T, K], T >= 1; rows of x and of the residual may be strided, weight is contiguous.
 
     Returns [T, N] in x's dtype; for a gated activation weight is [2N, K], gate rows first.
     """
+    if isinstance(tiles, Several):
+        return _run_several(tiles, x, weight, extras)
     if isinstance(tiles, Gemv):
         return _run_gemv(tiles, x, weight, extras)
     return _run_tiles(tiles, x, weight, extras)
@@ -53,6 +56,17 @@ def _run_gemv(tiles: Gemv, x: torch.Tensor, weight: torch.Tensor, extras: Extras
     gemv_kernel[(triton.cdiv(outputs, tiles.bn),)](
         x, extras.norm, weight, extras.scale, residual, out, outputs, *strides, extras.eps,
         T=rows, K=x.shape[1], BN=tiles.bn, BK=tiles.bk, ACT=extras.act, num_warps=tiles.warps, **pdl(x),
+    )  # fmt: skip
+    return out
+
+
+def _run_several(tiles: Several, x: torch.Tensor, weight: torch.Tensor, extras: Extras) -> torch.Tensor:
+    out = _output(x, weight, extras)
+    (rows, outputs), residual, lines = out.shape, extras.residual, WARP // tiles.c
+    strides = (x.stride(0), _stride(residual))
+    several_kernel[(triton.cdiv(outputs, lines * tiles.times),)](
+        x, extras.norm, weight, extras.scale, residual, out, outputs, *strides, extras.eps,
+        T=rows, K=x.shape[1], BN=lines, S=tiles.times, C=tiles.c, WARPS=tiles.warps, ACT=extras.act, num_warps=tiles.warps, **pdl(x),
     )  # fmt: skip
     return out
 

@@ -30,6 +30,15 @@ class Gemv:
 
 
 @dataclass(frozen=True)
+class Several:
+    """Tiles of `several_kernel`: `times` times 256 / c outputs a program, c values of K at a time for each of `warps`."""
+
+    times: int
+    c: int
+    warps: int
+
+
+@dataclass(frozen=True)
 class Tiles:
     """Tiles of `tile_kernel`: bn outputs and bt rows a program, K in steps of bk and in `split` parts for as many programs.
 
@@ -80,7 +89,7 @@ class Stream:
 @cache
 def plan(
     rows: int, outputs: int, inner: int, bits: int, gated: bool, norm: bool, half: bool, streams: bool = True
-) -> Gemv | Tiles | Stream | None:
+) -> Gemv | Several | Tiles | Stream | None:
     """None: the vendor's library, with norm and activation in launches of their own.
 
     outputs: of the product (of gate and up each, if gated). bits: of x's type. half: x is float16, whose range is too small for
@@ -88,11 +97,12 @@ def plan(
     """
     if inner % 16 or outputs < 16:
         return None
-    if rows <= GEMV_ROWS:
-        return _gemv(rows, outputs, inner, gated)
+    weights = outputs * inner * (2 if gated else 1)
+    large = bits == 16 and streams and weights >= LARGE and (outputs < HEAD or inner > 2048)
+    if rows == 1 or (rows <= GEMV_ROWS and not large):
+        return _several(outputs, inner, gated) if rows > 1 and bits == 16 and weights < LARGE else _gemv(rows, outputs, inner, gated)
     if bits != 16:
         return None
-    weights = outputs * inner * (2 if gated else 1)
     if rows > TILE_ROWS:
         return _many(rows, outputs, inner, gated) if streams and rows in MANY_ROWS and weights in MANY else None
     if weights >= LARGE:
@@ -124,6 +134,15 @@ def _gemv(rows: int, outputs: int, inner: int, gated: bool) -> Gemv | None:
     if inner <= 4096:
         return Gemv(bn, 1024, 4)
     return Gemv(max(1, bn // 2), 2048, 8) if inner <= 16384 else None
+
+
+def _several(outputs: int, inner: int, gated: bool) -> Gemv | Several | None:
+    """Two rows of few weights."""
+    if gated and inner <= 2048:
+        return Several(1, 64, 2)
+    if not gated and outputs <= 2048 and 1024 < inner <= 4096:
+        return Several(2, 128, 4) if inner <= 2048 else Several(2, 256, 2)
+    return _gemv(2, outputs, inner, gated)
 
 
 def _stream(rows: int, outputs: int, inner: int, gated: bool, least: int = STREAMS) -> Stream:

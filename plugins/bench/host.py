@@ -1,12 +1,14 @@
 """`host`: what a step costs the host, with no device to wait for, in time of the thread that runs the engine.
 
 The engine is real, its model has no weights, and once all rows decode its device does nothing: work is dropped, and records are made up.
-So what enqueues work (a copy, a patch's launch, a graph's replay: some 10 to 30 microseconds on a GPU) is not counted.
+So what enqueues work (a copy, a patch's launch, a graph's replay: some 10 to 30 microseconds on a GPU) is not counted. Nor is what a
+request makes of its tokens, text above all: no output is wanted before the end. With settings of `speculation`, steps with drafts are
+measured too, of which the device keeps about half: such a step brings a row several tokens, and is counted as one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from time import thread_time_ns
 from typing import TYPE_CHECKING, Any
 
@@ -31,14 +33,16 @@ PAGE = 16
 WARM_UP, STEPS = 64, 512
 
 
-def make_engine(rows: Sequence[int]) -> tuple[Engine, NullDevice]:
-    """An engine on the null device, with a model that costs nothing, and graphs for these numbers of rows."""
+def make_engine(rows: Sequence[int], speculation: Mapping[str, Any] | None = None, most: int = 0) -> tuple[Engine, NullDevice]:
+    """An engine on the null device, with a model that costs nothing, and graphs for these numbers of rows. speculation: settings of a
+    drafter. most: drafts of a row in a step, for which there is to be room."""
     from modelrunner.engine import Engine
     from modelrunner.testing import ScriptedPlugin, mixed
     from modelrunner.testing.null_device import NullDevice, NullPlugin
 
-    max_rows = max(rows)
+    max_rows, longest = max(rows), PROMPT + PAGE + (WARM_UP + STEPS + 8) * (1 + most)
     settings = {
+        **(speculation or {}),
         "model": "scripted",
         "graphs.bucket_rows": tuple(rows),
         "graphs.max_tokens": 0,
@@ -46,9 +50,9 @@ def make_engine(rows: Sequence[int]) -> tuple[Engine, NullDevice]:
         "cache.page_size": PAGE,
         "scheduler.max_rows": max_rows,
         "scheduler.max_batched_tokens": 16384,
-        "cache.num_pages": max_rows * -(-(PROMPT + PAGE + WARM_UP + STEPS + 8) // PAGE),
+        "cache.num_pages": max(max_rows * -(-longest // PAGE), context(most) // PAGE),
     }
-    engine = Engine(settings, plugins=[ScriptedPlugin(mixed(), context=CONTEXT), NullPlugin()])
+    engine = Engine(settings, plugins=[ScriptedPlugin(mixed(), context=context(most)), NullPlugin()])
     device = engine.assembly.device
     assert isinstance(device, NullDevice), "the null device was asked for by name"
     launch = engine.runner.launch
@@ -61,17 +65,30 @@ def make_engine(rows: Sequence[int]) -> tuple[Engine, NullDevice]:
     return engine, device
 
 
-def measure_host(scale: float = 1.0) -> Iterator[dict[str, Any]]:
-    """One record for each number of rows. scale: of rows and steps."""
+def context(most: int) -> int:
+    """Tokens that a request may have: half of them its output, which no row comes to the end of."""
+    return CONTEXT * (1 + most // 2)
+
+
+def measure_host(scale: float = 1.0, speculation: Mapping[str, Any] | None = None) -> Iterator[dict[str, Any]]:
+    """One record for each number of rows; with settings of a drafter two, one without and one with drafts. scale: of rows and steps."""
+    from modelrunner.settings_features import SpeculationSettings
+
     rows = sorted({max(1, round(number * scale)) for number in ROWS})
     steps = max(2 * PAGE, round(STEPS * scale) // PAGE * PAGE)
+    most = int((speculation or {}).get("speculation.num_tokens", SpeculationSettings().num_tokens)) if speculation else 0
     for number in rows:
-        engine, device = make_engine(rows)
-        try:
-            decode(engine, number)
-            yield {"scenario": "host", "engine": "modelrunner", "rows": number, **measure_steps(engine, device, steps)}
-        finally:
-            engine.close()
+        plain = 0.0
+        for drafts in sorted({0, most}):
+            engine, device = make_engine(rows, speculation if drafts else None, most)
+            try:
+                decode(engine, number, context(most) // 2)
+                found = measure_steps(engine, device, steps)
+            finally:
+                engine.close()
+            plain = plain or found["us_per_step"]
+            more = {"drafts": drafts, "over_plain": found["us_per_step"] / plain} if most else {}
+            yield {"scenario": "host", "engine": "modelrunner", "rows": number, **more, **found}
 
 
 def measure_steps(engine: Engine, device: NullDevice, steps: int) -> dict[str, Any]:
@@ -103,11 +120,11 @@ def means(values: FloatArray) -> FloatArray:
     return np.asarray(values.reshape(-1, PAGE).mean(1))
 
 
-def decode(engine: Engine, number: int) -> None:
-    """Bring `number` requests to where each has its first token, and collect every step."""
+def decode(engine: Engine, number: int, output: int = CONTEXT // 2) -> None:
+    """Bring `number` requests of `output` tokens to where each has its first one, and collect every step."""
     for place in range(number):
         prompt = [7 + (place * 37 + i) % 300 for i in range(PROMPT + place % PAGE)]
-        engine.add_request(str(place), {"prompt_token_ids": prompt}, params_of(Job((), CONTEXT // 2), GREEDY))
+        engine.add_request(str(place), {"prompt_token_ids": prompt}, params_of(Job((), output), GREEDY))
     requests = list(engine.requests.values())
     while any(request.first_token_time is None for request in requests):
         engine.step()

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 STARTUP, HOST, SAMPLING = "startup", "host", "sampling"
 ABOUT = {
     STARTUP: "seconds from nothing to the first token in a process of its own, with an empty and a filled kernel cache",
-    HOST: "microseconds of host work in a step of 1, 64, 256 and 1,024 rows, without a device",
+    HOST: "microseconds of host work in a step of 1, 64, 256 and 1,024 rows, without a device; with a drafter also of steps with drafts",
     SAMPLING: "microseconds to choose tokens for 256 rows of 151,936 ids, by what they ask for, beside torch and FlashInfer",
     **{name: workload.about for name, workload in WORKLOADS.items()},
 }
@@ -61,7 +61,7 @@ def records(asked: Sequence[Asked], args: argparse.Namespace, manager: PluginMan
     if HOST in names:
         from modelrunner.plugins.bench.host import measure_host
 
-        yield from attempt(HOST, lambda: measure_host(args.scale))
+        yield from attempt(HOST, lambda: measure_host(args.scale, of_speculation(args.settings)))
     if SAMPLING in names:
         from modelrunner.plugins.bench.sampling import measure_sampling
 
@@ -71,6 +71,11 @@ def records(asked: Sequence[Asked], args: argparse.Namespace, manager: PluginMan
     ]
     if work:
         yield from engine_records(work, settings, args, manager)
+
+
+def of_speculation(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the settings that are about drafts."""
+    return {name: value for name, value in settings.items() if name.partition(".")[0] == "speculation"}
 
 
 def attempt(name: str, measure: Callable[[], Iterable[Record]]) -> Iterator[Record]:

@@ -35,11 +35,17 @@ def text(record: Record) -> Iterator[str]:
             yield f"startup, {name.replace('_', ' ')}: {record[name]['total']:.1f} s ({parts})"
     elif record["scenario"] == "host":
         parts = ", ".join(f"{name} {micros:.0f}" for name, micros in record["parts_us"].items())
-        yield f"host, {record['rows']} rows: {record['us_per_step']:.0f} us a step, at best {record['best_us']:.0f} ({parts})"
+        yield f"host, {rows_of(record)}: {record['us_per_step']:.0f} us a step, at best {record['best_us']:.0f} ({parts})"
     elif record["scenario"] == "sampling":
         yield from sampling.lines(record)
     else:
         yield from throughput(record)
+
+
+def rows_of(record: Record) -> str:
+    """The rows of a step whose host time was measured, and their drafts, if it has some: then also how it compares with one without."""
+    drafts = f", {record['drafts']} drafts ({record['over_plain']:.2f} of plain)" if record.get("drafts") else ""
+    return f"{record['rows']} rows{drafts}"
 
 
 def throughput(record: Record) -> Iterator[str]:
@@ -79,7 +85,7 @@ def cells(record: Record) -> list[str]:
     if record["scenario"] == "startup":
         return [*first, f"{record['empty_cache']['total']:.1f} s, filled cache {record['filled_cache']['total']:.1f} s"]
     if record["scenario"] == "host":
-        return [f"host {record['rows']}", "", f"{record['us_per_step']:.0f} us, best {record['best_us']:.0f} us"]
+        return [f"host {rows_of(record).replace(' rows', '', 1)}", "", f"{record['us_per_step']:.0f} us, best {record['best_us']:.0f} us"]
     if record["scenario"] == "sampling":
         ours, read = record["us"]["modelrunner"], record["read_us"]
         return [f"sampling {record['logits']}", "", "; ".join(f"{name} {micros / read:.2f} reads" for name, micros in ours.items())]

@@ -13,9 +13,11 @@ import torch
 import modelrunner.kernels
 from modelrunner import Engine, OutputKind, SamplingParams
 from modelrunner.kernels.norm import rms_norm
+from modelrunner.plugins.bench import host
 from modelrunner.testing import Driver, P, mixed, options, scripted
 
 KERNELS = str(Path(modelrunner.kernels.__file__).parent)
+DRAFTS = 3
 STEPS = 32  # two pages of tokens: every row grows twice
 PARAMS = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True, output_kind=OutputKind.FINAL_ONLY)
 
@@ -83,3 +85,50 @@ def test_the_counter_passes_over_the_inside_of_operations_only() -> None:
         rms_norm(rms_norm(x, weight, eps), weight, eps)
 
     assert calls(two_operations) - calls(rms_norm) == 2  # the function itself and the second operation
+
+
+def executed_per_step(rows: int, drafts: int, steps: int = 32) -> tuple[float, float]:
+    """Bytecode instructions, and calls of Python and C functions, of a steady step without a device; some of the drafts are kept."""
+    speculation = {"speculation.drafter": "ngram", "speculation.num_tokens": drafts} if drafts else None
+    engine, device = host.make_engine([rows], speculation, DRAFTS)
+    host.decode(engine, rows, host.context(DRAFTS) // 2)
+    device.hidden = True
+    host.spend(engine, device, steps)
+    instructions = 0
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal instructions
+        frame.f_trace_opcodes = True
+        instructions += event == "opcode"
+        return trace
+
+    calls, traced = CallCounter(), sys.gettrace()
+    try:
+        sys.settrace(trace)
+        for _ in range(steps):
+            engine.step()
+        sys.settrace(traced)
+        sys.setprofile(calls)
+        for _ in range(steps):
+            engine.step()
+    finally:
+        sys.settrace(traced)
+        sys.setprofile(None)
+    stats = engine.scheduler.stats
+    assert stats.num_accepted > stats.num_drafted // 4 if drafts else stats.num_drafted == 0
+    engine.close()
+    return instructions / steps, calls.calls / steps
+
+
+def test_a_step_with_drafts_is_little_more_work_for_the_host() -> None:
+    """A row gets several tokens in it, and how many is not known before; but all that is counted in arrays, as a whole."""
+    for rows in (16, 256):
+        plain, drafting = executed_per_step(rows, 0), executed_per_step(rows, DRAFTS)
+        for more, few in zip(drafting, plain, strict=True):
+            assert 0 < more <= 1.1 * few, f"{rows} rows: {drafting} instructions and calls with drafts, {plain} without"
+
+
+def test_work_with_drafts_does_not_grow_with_rows() -> None:
+    (few, few_calls), (many, many_calls) = executed_per_step(16, DRAFTS), executed_per_step(512, DRAFTS)
+    assert abs(many - few) <= 0.05 * few
+    assert abs(many_calls - few_calls) <= 0.05 * few_calls

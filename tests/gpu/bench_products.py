@@ -38,7 +38,7 @@ from product_tiles import MODELS, Config, Model, Product, candidates, default, h
 from modelrunner.kernels.activation.gated import silu_mul  # noqa: E402
 from modelrunner.kernels.linear import launch  # noqa: E402
 from modelrunner.kernels.linear.launch import Extras, run  # noqa: E402
-from modelrunner.kernels.linear.plan import Gemv  # noqa: E402
+from modelrunner.kernels.linear.plan import Gemv, Several  # noqa: E402
 from modelrunner.kernels.norm.rows import rms_norm  # noqa: E402
 
 DTYPE = torch.float32 if DRY else torch.bfloat16
@@ -253,7 +253,7 @@ def sweep(bench: Bench, many: list[int], options: argparse.Namespace, end: float
     begun, swept = time.time(), [rows for rows in many if str(rows) in options.sweep.split(",") or options.sweep == "all" or DRY]
     todo = {
         rows: {
-            p.name: list(dict.fromkeys([default(p, rows), *(candidates(p, rows, options.streams) if rows in swept else ())]))
+            p.name: list(dict.fromkeys([default(p, rows), *(candidates(p, rows, options.streams, options.few) if rows in swept else ())]))
             for p in products
         }
         for rows in many
@@ -262,7 +262,7 @@ def sweep(bench: Bench, many: list[int], options: argparse.Namespace, end: float
         todo[rows]["head"] = heads(rows)
     # A tile kernel is compiled once for all numbers of rows, a GEMV for each.
     jobs: dict[object, tuple[str, str, int, Config]] = {
-        (product, c, rows if isinstance(c, Gemv) else 0): (name, product, rows, c)
+        (product, c, rows if isinstance(c, Gemv | Several) else 0): (name, product, rows, c)
         for rows, configs in todo.items()
         for product, those in configs.items()
         for c in those
@@ -283,7 +283,8 @@ def sweep(bench: Bench, many: list[int], options: argparse.Namespace, end: float
 def report_head(bench: Bench, rows: int) -> None:
     """Prints the time of the head by the vendor's library, and by what ships and what may be faster."""
     head = bench.model.products[4]
-    configs = right(bench, head, rows, [None, default(head, rows), *heads(rows)])
+    more = [default(head, 8)] if rows <= 8 else []
+    configs = right(bench, head, rows, [None, default(head, rows), *more, *heads(rows)])
     times = " | ".join(f"{bench.time(head, rows, config):.1f} {short(config)}" for config in configs)
     print(f"{bench.model.name} {rows:4} head: floor {head.floor:.1f} | {times}", flush=True)
 
@@ -302,6 +303,7 @@ def main() -> None:
     parser.add_argument("--large-rows", default="1,32", help="of Qwen3-8B; none: leave it out")
     parser.add_argument("--sweep", default="all", help="for which of these rows; none: the shipped configurations alone")
     parser.add_argument("--streams", action="store_true", help="above 8 rows sweep no other tiles")
+    parser.add_argument("--few", action="store_true", help="sweep the kernel of 2 to 4 rows alone")
     parser.add_argument("--sums", action="store_true", help="also the launch that adds parts, in other shapes")
     parser.add_argument("--processes", type=int, default=14)
     parser.add_argument("--seconds", type=float, default=240, help="when the sweep of a model ends")

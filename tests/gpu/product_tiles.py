@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product as product_of
 
-from modelrunner.kernels.linear.plan import Gemv, Stream, Tiles, plan
+from modelrunner.kernels.linear.plan import Gemv, Several, Stream, Tiles, plan
 
 BYTES_PER_US = 4.29e6
-Config = Gemv | Tiles | Stream | None
+Config = Gemv | Several | Tiles | Stream | None
 SHARED = (112_000, 224_000)  # bytes of shared memory that a program's pipeline may fill: with two programs a multiprocessor, and with one
 
 
@@ -109,6 +109,16 @@ def _streams(shape: tuple[int, int, int, int, int], inner: int, weights: int, x:
                 yield Stream(*shape, min(12 // early, stages, steps // early + 1), early=early)
 
 
+def several(product: Product, rows: int) -> Iterator[Several]:
+    """Tiles of `several_kernel` whose weights and input fit in registers."""
+    pair = 2 if product.kind == "gated" else 1
+    for times, c, warps in product_of((1, 2, 4), (64, 128, 256), (1, 2, 4, 8)):
+        tiles, programs = product.inner / (warps * c), product.outputs // (256 // c * times)
+        held, given = 4 * pair * times * tiles, 4 * rows * tiles  # registers of a thread
+        if tiles >= 1 and 16 <= held <= 64 and held + given <= 130 and 120 <= programs <= 1600:
+            yield Several(times, c, warps)
+
+
 def heads(rows: int) -> list[Config]:
     """For a head: many more programs than run at once."""
     if rows <= 4:
@@ -122,8 +132,13 @@ def heads(rows: int) -> list[Config]:
     ]
 
 
-def candidates(product: Product, rows: int, only_streams: bool = False) -> Iterator[Config]:
-    """Configurations worth a try. only_streams: without those of `tile_kernel`, of many rows."""
+def candidates(product: Product, rows: int, only_streams: bool = False, only_few: bool = False) -> Iterator[Config]:
+    """Configurations worth a try. only_streams: without those of `tile_kernel`, of many rows. only_few: of few rows alone."""
+    if 2 <= rows <= 4:
+        yield from several(product, rows)
+    if only_few:
+        yield from dict.fromkeys(default(product, many) for many in (3, 8))
+        return
     if rows <= 4:
         for bn, bk, warps in GEMVS:
             registers = product.weight_shape[0] // product.outputs * bn * product.inner / (warps * 64)
@@ -161,6 +176,8 @@ def short(config: Config) -> str:
         return "cuBLAS"
     if isinstance(config, Gemv):
         return f"gemv {config.bn}x{config.bk} w{config.warps}"
+    if isinstance(config, Several):
+        return f"several {config.times}x{256 // config.c} c{config.c} w{config.warps}"
     if isinstance(config, Stream):
         first = f"early {config.early}" if config.early else f"a{config.ahead}"
         return f"stream {config.bn}x{config.bk}/{config.split} t{config.bt} w{config.warps} s{config.stages} {first}"

@@ -10,7 +10,7 @@ import pytest
 import torch
 from triton_world import DEVICE, DTYPES, agree, close, close_in_8_bits
 
-from modelrunner.kernels.attention import prefill_list, reference, work_list
+from modelrunner.kernels.attention import gpu, prefill_list, reference, work_list
 from modelrunner.kernels.attention.gpu import OVERRIDES, indexed_attention, qkv_attention
 from modelrunner.kernels.attention.prefill_list import GATHER_BYTES, GATHER_QUERIES, ITEM, PrefillConfig, choose_gathered
 from modelrunner.kernels.attention.work_list import DecodeConfig, build_work
@@ -415,16 +415,20 @@ def test_fused_decode(rotary: int, norm: bool, window: int | None, config: str) 
 
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("window", [None, 6], ids=lambda w: f"window-{w}")
-def test_fused_drafts_with_sinks_and_softcap(window: int | None, config: str) -> None:
-    """New keys on both sides of a chunk's edge."""
-    step = make_step([(20, 3), (31, 3), (5, 0), (46, 2), (15, 2), (0, 3)], num_decode=6, decode_query=3, window=window)
+def test_fused_drafts_with_sinks_and_softcap(window: int | None, config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """New keys on both sides of a chunk's edge; in one launch, and in two."""
     sinks = torch.tensor([-40.0, -1.0, 0.0, 1.5, 4.0, 40.0], device=DEVICE)
-    Fused(step, 16, True).check(CONFIGS[config], softcap=2.0, sinks=sinks)
+    for most in (0, 18):
+        monkeypatch.setattr(gpu, "FUSED_TOKENS", most)
+        monkeypatch.setattr(gpu, "FUSED_HEADS", most)
+        step = make_step([(20, 3), (31, 3), (5, 0), (46, 2), (15, 2), (0, 3)], num_decode=6, decode_query=3, window=window)
+        Fused(step, 16, True).check(CONFIGS[config], softcap=2.0, sinks=sinks)
 
 
 @pytest.mark.parametrize("heads", [(9, 3, 64), (4, 4, 96)], ids=lambda h: "-".join(map(str, h)))
 def test_fused_head_shapes(heads: tuple[int, int, int]) -> None:
     Fused(make_step([(40, 1), (70, 1)], num_decode=2, heads=heads), heads[2], True).check(None)
+    Fused(make_step([(40, 2), (70, 1)], num_decode=2, decode_query=2, heads=heads), heads[2] // 2, heads[2] == 64).check(None)
 
 
 def test_a_fused_mixed_step_takes_two_launches() -> None:

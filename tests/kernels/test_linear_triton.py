@@ -17,12 +17,13 @@ pytest.importorskip("triton")
 from modelrunner.kernels.linear import launch
 from modelrunner.kernels.linear.gpu import BUILDS, OVERRIDES
 from modelrunner.kernels.linear.launch import Extras
-from modelrunner.kernels.linear.plan import Gemv, Stream, Tiles, added, plan
+from modelrunner.kernels.linear.plan import Gemv, Several, Stream, Tiles, added, plan
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 # The chain rounds its intermediate results; the fused form does not.
 FUSED = Tolerance({torch.float32: (2e-5, 2e-5), torch.float16: (4e-3, 4e-3), torch.bfloat16: (3e-2, 3e-2)})
 GEMVS = [Gemv(4, 64, 1), Gemv(2, 256, 4), Gemv(16, 128, 2)]
+SEVERALS = [Several(1, 64, 1), Several(2, 128, 4), Several(4, 256, 2)]
 TILES = [
     Tiles(16, 32, 64, 4, 4, 2),
     Tiles(32, 64, 32, 2, 4, 1, fused_norm=False),
@@ -67,11 +68,11 @@ CASES = [
 
 @pytest.mark.parametrize(
     ("kind", "outputs", "inner", "dtype", "tiles"),
-    [(*case, tiles) for case in CASES for tiles in (*GEMVS, *TILES, *STREAMS) if case[0] != "int8" or tiles not in STREAMS],
+    [(*case, tiles) for case in CASES for tiles in (*GEMVS, *SEVERALS, *TILES, *STREAMS) if case[0] != "int8" or tiles not in STREAMS],
     ids=str,
 )
-def test_every_kernel(kind: str, outputs: int, inner: int, tiles: Gemv | Tiles | Stream, dtype: torch.dtype) -> None:
-    rows = 3 if isinstance(tiles, Gemv) else 19
+def test_every_kernel(kind: str, outputs: int, inner: int, tiles: Gemv | Several | Tiles | Stream, dtype: torch.dtype) -> None:
+    rows = 3 if isinstance(tiles, Gemv | Several) else 19
     w = world(rows, outputs, inner, dtype)
     x, normed = w["x"], rms_norm(w["x"], w["norm"], 1e-5)
     if kind == "plain":

@@ -16,7 +16,7 @@ import torch
 from modelrunner import Engine, cli
 from modelrunner.errors import ModelRunnerError
 from modelrunner.plugin_manager import PluginManager
-from modelrunner.plugins.bench import asked, drive, floor, hardware, host, parts, profiler, session, startup, stream
+from modelrunner.plugins.bench import asked, drive, floor, hardware, host, parts, profiler, session, startup, stream, table
 from modelrunner.plugins.bench.asked import GREEDY
 from modelrunner.plugins.bench.models import model_folder
 from modelrunner.plugins.bench.scenarios import Job
@@ -222,6 +222,17 @@ def test_the_host_works_as_with_a_device(steady: tuple[Engine, NullDevice]) -> N
     assert set(record["parts_us"]) == {"plan", "launch", "collect", "commit", "rest"}
     assert sum(record["parts_us"].values()) == pytest.approx(record["us_per_step"])
     assert 0 < record["best_us"] <= record["us_per_step"]
+
+
+def test_the_host_is_measured_with_drafts_beside_without() -> None:
+    found = list(host.measure_host(0.003, {"speculation.drafter": "ngram", "speculation.num_tokens": 2}))
+    assert [(record["rows"], record["drafts"]) for record in found] == [(1, 0), (1, 2), (3, 0), (3, 2)]
+    for plain, drafting in zip(found[::2], found[1::2], strict=True):
+        assert plain["over_plain"] == 1
+        assert drafting["over_plain"] == pytest.approx(drafting["us_per_step"] / plain["us_per_step"])
+    assert "drafts" not in next(host.measure_host(0.001))
+    assert next(table.text(found[1])).startswith("host, 1 rows, 2 drafts (")
+    assert table.table(found)[2].startswith("host 1, 2 drafts (")
 
 
 def test_blocks_are_as_long_as_pages() -> None:
