@@ -9,11 +9,21 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from modelrunner.kernels.linear.gemv import gemv_kernel
-from modelrunner.kernels.linear.plan import Gemv, Stream, Tiles
+from modelrunner.kernels.linear.plan import Gemv, Ring, Stream, Tiles
 from modelrunner.kernels.linear.stream import stream_kernel
 from modelrunner.kernels.linear.tiles import sum_kernel, tile_kernel
 from modelrunner.kernels.norm.rows import rms_norm
 from modelrunner.kernels.pdl import hopper, pdl
+
+try:
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as RingDescriptor
+
+    from modelrunner.kernels.linear.ring import ring_kernel
+except (ImportError, AttributeError):  # another version of an experimental language
+    RINGS = False
+else:
+    RINGS = True
 
 SUM_BLOCK, SUM_WARPS = 128, 1  # columns and warps of a program of `sum_kernel`
 
@@ -32,7 +42,7 @@ class Extras:
 PLAIN = Extras()
 
 
-def run(tiles: Gemv | Tiles | Stream, x: torch.Tensor, weight: torch.Tensor, extras: Extras = PLAIN) -> torch.Tensor:
+def run(tiles: Gemv | Tiles | Stream | Ring, x: torch.Tensor, weight: torch.Tensor, extras: Extras = PLAIN) -> torch.Tensor:
     """residual + act(scale * (norm(x) @ weight.T)). x: [T, K], T >= 1; rows of x and of the residual may be strided, weight is contiguous.
 
     Returns [T, N] in x's dtype; for a gated activation weight is [2N, K], gate rows first.
@@ -57,7 +67,7 @@ def _run_gemv(tiles: Gemv, x: torch.Tensor, weight: torch.Tensor, extras: Extras
     return out
 
 
-def _run_tiles(tiles: Tiles | Stream, x: torch.Tensor, weight: torch.Tensor, extras: Extras) -> torch.Tensor:
+def _run_tiles(tiles: Tiles | Stream | Ring, x: torch.Tensor, weight: torch.Tensor, extras: Extras) -> torch.Tensor:
     if extras.norm is not None and not (isinstance(tiles, Tiles) and tiles.fused_norm):
         x, extras = rms_norm(x, extras.norm, extras.eps), replace(extras, norm=None)
     out, split = _output(x, weight, extras), tiles.split
@@ -75,9 +85,11 @@ def _run_tiles(tiles: Tiles | Stream, x: torch.Tensor, weight: torch.Tensor, ext
 
 
 def _launch(
-    tiles: Tiles | Stream, x: torch.Tensor, weight: torch.Tensor, extras: Extras, out: torch.Tensor | None, parts: torch.Tensor | None
+    tiles: Tiles | Stream | Ring, x: torch.Tensor, weight: torch.Tensor, extras: Extras, out: torch.Tensor | None, parts: torch.Tensor | None
 ) -> None:
-    if isinstance(tiles, Stream):
+    if isinstance(tiles, Ring):
+        _launch_ring(tiles, x, weight, extras, out, parts)
+    elif isinstance(tiles, Stream):
         _launch_stream(tiles, x, weight, extras, out, parts)
     else:
         _launch_tiles(tiles, x, weight, extras, out, parts)
@@ -114,6 +126,25 @@ def _launch_stream(
         K=x.shape[1], BT=tiles.bt, BN=tiles.bn, BK=tiles.bk, SPLIT=tiles.split, ACT=extras.act,
         AHEAD=tiles.ahead if dependent["PDL"] else 0, EARLY=tiles.early, num_warps=tiles.warps, num_stages=tiles.stages, **dependent,
     )  # fmt: skip
+
+
+def _launch_ring(
+    tiles: Ring, x: torch.Tensor, weight: torch.Tensor, extras: Extras, out: torch.Tensor | None, parts: torch.Tensor | None
+) -> None:
+    """As `_launch_stream`."""
+    (rows, inner), outputs, residual = x.shape, weight.shape[0] // (2 if extras.act else 1), extras.residual
+    if x.stride(0) * x.element_size() % 16 or x.data_ptr() % 16:
+        x = x.contiguous()
+    ring_kernel[(triton.cdiv(rows, tiles.bt), triton.cdiv(outputs, tiles.bn), tiles.split)](
+        _ring_blocks(x, tiles.bt, tiles.bk), _ring_blocks(weight, tiles.bn, tiles.bk), residual, out, parts, rows, outputs, _stride(residual),
+        ACT=extras.act, STEPS=inner // (tiles.bk * tiles.split), W_SLOTS=tiles.w_slots, X_SLOTS=tiles.x_slots,
+        ACROSS=tiles.across, num_warps=tiles.warps, maxnreg=tiles.registers, **pdl(x),
+    )  # fmt: skip
+
+
+def _ring_blocks(matrix: torch.Tensor, rows: int, columns: int) -> RingDescriptor:
+    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    return RingDescriptor(matrix, [*matrix.shape], [matrix.stride(0), 1], [rows, columns], layout)
 
 
 def _blocks(matrix: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:

@@ -77,6 +77,25 @@ class Stream:
         return replace(self, stages=min(8, max(2, room)), ahead=max(256, self.bk), early=0)
 
 
+@dataclass(frozen=True)
+class Ring:
+    """Tiles of `ring_kernel`: as in `Tiles`; `warps` multiply, two more ask for weights and input.
+
+    w_slots, x_slots: tiles of weights and of x that shared memory has room for. across: warps that share the rows of x instead of the
+    outputs. registers: of a thread, when a program starts.
+    """
+
+    bt: int
+    bn: int
+    bk: int
+    split: int
+    warps: int
+    w_slots: int
+    x_slots: int
+    across: int = 1
+    registers: int = 64
+
+
 @cache
 def plan(
     rows: int, outputs: int, inner: int, bits: int, gated: bool, norm: bool, half: bool, streams: bool = True
