@@ -9,7 +9,7 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from modelrunner.kernels.linear.gemv import gemv_kernel
-from modelrunner.kernels.linear.plan import Gemv, Ring, Stream, Tiles
+from modelrunner.kernels.linear.plan import Direct, Gemv, Ring, Stream, Tiles
 from modelrunner.kernels.linear.stream import stream_kernel
 from modelrunner.kernels.linear.tiles import sum_kernel, tile_kernel
 from modelrunner.kernels.norm.rows import rms_norm
@@ -19,6 +19,7 @@ try:
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as RingDescriptor
 
+    from modelrunner.kernels.linear.direct import direct_kernel
     from modelrunner.kernels.linear.ring import ring_kernel
 except (ImportError, AttributeError):  # another version of an experimental language
     RINGS = False
@@ -42,13 +43,15 @@ class Extras:
 PLAIN = Extras()
 
 
-def run(tiles: Gemv | Tiles | Stream | Ring, x: torch.Tensor, weight: torch.Tensor, extras: Extras = PLAIN) -> torch.Tensor:
+def run(tiles: Gemv | Tiles | Stream | Ring | Direct, x: torch.Tensor, weight: torch.Tensor, extras: Extras = PLAIN) -> torch.Tensor:
     """residual + act(scale * (norm(x) @ weight.T)). x: [T, K], T >= 1; rows of x and of the residual may be strided, weight is contiguous.
 
     Returns [T, N] in x's dtype; for a gated activation weight is [2N, K], gate rows first.
     """
     if isinstance(tiles, Gemv):
         return _run_gemv(tiles, x, weight, extras)
+    if isinstance(tiles, Direct):
+        return _run_direct(tiles, x, weight, extras)
     return _run_tiles(tiles, x, weight, extras)
 
 
@@ -63,6 +66,20 @@ def _run_gemv(tiles: Gemv, x: torch.Tensor, weight: torch.Tensor, extras: Extras
     gemv_kernel[(triton.cdiv(outputs, tiles.bn),)](
         x, extras.norm, weight, extras.scale, residual, out, outputs, *strides, extras.eps,
         T=rows, K=x.shape[1], BN=tiles.bn, BK=tiles.bk, ACT=extras.act, num_warps=tiles.warps, **pdl(x),
+    )  # fmt: skip
+    return out
+
+
+def _run_direct(tiles: Direct, x: torch.Tensor, weight: torch.Tensor, extras: Extras) -> torch.Tensor:
+    out = _output(x, weight, extras)
+    (rows, outputs), inner, residual = out.shape, x.shape[1], extras.residual
+    if x.stride(0) * x.element_size() % 16 or x.data_ptr() % 16:
+        x = x.contiguous()
+    steps = inner // tiles.bk
+    direct_kernel[(triton.cdiv(rows, tiles.bt), triton.cdiv(outputs, tiles.bn))](
+        _ring_blocks(x, tiles.bt, tiles.bk), _ring_blocks(weight, tiles.bn, tiles.bk), extras.norm, residual, out, rows, outputs,
+        _stride(residual), extras.eps, ACT=extras.act, STEPS=steps, ROUND=1 if extras.norm is None else triton.next_power_of_2(steps),
+        W_SLOTS=tiles.w_slots, X_SLOTS=tiles.x_slots, num_warps=tiles.bt // 16, maxnreg=tiles.registers, **pdl(x),
     )  # fmt: skip
     return out
 

@@ -96,6 +96,18 @@ class Ring:
     registers: int = 64
 
 
+@dataclass(frozen=True)
+class Direct:
+    """Tiles of `direct_kernel`: as in `Ring`, without parts of K. bt: 16 rows for each of the warps that multiply."""
+
+    bt: int
+    bn: int
+    bk: int
+    w_slots: int
+    x_slots: int
+    registers: int
+
+
 @cache
 def plan(
     rows: int, outputs: int, inner: int, bits: int, gated: bool, norm: bool, half: bool, streams: bool = True

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product as product_of
 
-from modelrunner.kernels.linear.plan import Gemv, Ring, Stream, Tiles, plan
+from modelrunner.kernels.linear.plan import Direct, Gemv, Ring, Stream, Tiles, plan
 
 BYTES_PER_US = 4.29e6
-Config = Gemv | Tiles | Stream | Ring | None
+Config = Gemv | Tiles | Stream | Ring | Direct | None
 RINGS = (115_500, 230_000)  # the same for rings
 SHARED = (112_000, 224_000)  # bytes of shared memory that a program's pipeline may fill: with two programs a multiprocessor, and with one
 
@@ -130,6 +130,23 @@ def rings(product: Product, rows: int) -> Iterator[Ring]:
                     yield Ring(bt, bn, bk, split, warps, w_slots, x_slots, across, registers)
 
 
+def directs(product: Product, rows: int) -> Iterator[Direct]:
+    """Thin tiles that fill half of the shared memory, or all of it."""
+    pair, norm = (2 if product.kind == "gated" else 1), product.kind in ("norm", "gated")
+    bt = 64 if rows <= 64 else 128
+    for bn, bk, shared in product_of((32, 64, 128), (64, 128, 256), RINGS):
+        sums = pair * bn // 2
+        inputs = bk // 2 if norm else 0
+        if not 60 <= product.outputs // bn * -(-rows // bt) <= 400 or product.inner % bk or sums > 128:
+            continue
+        room, weights, x = shared - 2 * product.inner * norm - 1000, 2 * pair * bn * bk, 2 * bt * bk
+        for x_slots in (2, 3, 4, 6):
+            w_slots = (room - x_slots * x) // weights
+            enough = x_slots == 6 if bk == 64 else x_slots in (3, 4) if bk == 128 else x_slots in (2, 3)
+            if enough and w_slots >= 2 and w_slots * weights >= 32_000:
+                yield Direct(bt, bn, bk, min(24, w_slots), x_slots, min(192, 64 + (sums + inputs // 2) // 8 * 8) if sums > 16 or norm else 64)
+
+
 def heads(rows: int) -> list[Config]:
     """For a head: many more programs than run at once."""
     if rows <= 4:
@@ -188,5 +205,7 @@ def short(config: Config) -> str:
     if isinstance(config, Ring):
         shape = f"{config.bn}x{config.bk}/{config.split} t{config.bt} w{config.warps}/{config.across}"
         return f"ring {shape} s{config.w_slots}+{config.x_slots} r{config.registers}"
+    if isinstance(config, Direct):
+        return f"direct {config.bn}x{config.bk} t{config.bt} s{config.w_slots}+{config.x_slots} r{config.registers}"
     marks = ("" if config.fused_norm else " norm apart") + ("" if config.warm else " cold")
     return f"tile {config.bn}x{config.bk}/{config.split} t{config.bt} w{config.warps} s{config.stages}{marks}"
