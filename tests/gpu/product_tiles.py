@@ -144,7 +144,7 @@ def directs(product: Product, rows: int) -> Iterator[Direct]:
             w_slots = (room - x_slots * x) // weights
             enough = x_slots == 6 if bk == 64 else x_slots in (3, 4) if bk == 128 else x_slots in (2, 3)
             if enough and w_slots >= 2 and w_slots * weights >= 32_000:
-                yield Direct(bt, bn, bk, min(24, w_slots), x_slots, min(192, 64 + (sums + inputs // 2) // 8 * 8) if sums > 16 or norm else 64)
+                yield Direct(bt, bn, bk, min(24, w_slots), x_slots, min(192 if bt == 64 else 168, 64 + (sums + inputs // 2) // 8 * 8) if sums > 16 or norm else 64)
 
 
 def heads(rows: int) -> list[Config]:
