@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from modelrunner.kernels.activation.reference import silu_mul
 from modelrunner.kernels.linear import launch
 from modelrunner.kernels.linear.launch import Extras
-from modelrunner.kernels.linear.plan import Ring, Stream
+from modelrunner.kernels.linear.plan import Direct, Ring, Stream
 from modelrunner.kernels.norm.reference import rms_norm
 
 if not launch.RINGS:
@@ -28,6 +28,7 @@ RINGS = [
     Ring(128, 64, 64, 1, 8, 6, 2, across=2, registers=104),
     Ring(128, 128, 64, 2, 8, 4, 4, registers=160),
 ]
+DIRECTS = [Direct(64, 32, 256, 6, 2, 160), Direct(64, 64, 64, 5, 6, 144), Direct(128, 64, 64, 4, 3, 144)]
 
 
 @pytest.fixture(autouse=True)
@@ -52,8 +53,8 @@ def product(x: torch.Tensor, weight: torch.Tensor, extras: Extras) -> torch.Tens
 
 @pytest.mark.parametrize("rows", [1, 15, 32, 100, 200])
 @pytest.mark.parametrize("kind", ["plain", "norm", "add", "gated"])
-@pytest.mark.parametrize("tiles", RINGS, ids=str)
-def test_rings(tiles: Ring, kind: str, rows: int) -> None:
+@pytest.mark.parametrize("tiles", [*RINGS, *DIRECTS], ids=str)
+def test_rings(tiles: Ring | Direct, kind: str, rows: int) -> None:
     """Few steps and many, more rows than a tile has, outputs that fill no last tile, input and residual that are slices."""
     for outputs, inner in ((256, 1024), (416, 2560)):
         x, residual = noise(rows, inner + 64)[:, 64:], noise(rows, outputs + 8)[:, 8:]
@@ -63,8 +64,8 @@ def test_rings(tiles: Ring, kind: str, rows: int) -> None:
         want = product(x, weight, extras)
         got = launch.run(tiles, x, weight, extras)
         assert float((got.double() - want).norm() / want.norm()) < 6e-3
-        stream = launch.run(Stream(tiles.bt, 64, 64, tiles.split, 4, 3), x, weight, extras)
-        assert float((got.double() - stream.double()).norm() / want.norm()) < 3e-3
+        stream = launch.run(Stream(min(tiles.bt, 64), 64, 64, getattr(tiles, "split", 1), 4, 3), x, weight, extras)
+        assert float((got.double() - stream.double()).norm() / want.norm()) < 6e-3
 
 
 def test_a_chain_in_a_graph_is_the_same_each_time() -> None:
