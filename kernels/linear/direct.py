@@ -29,7 +29,7 @@ def _store(total, up, residual_ptr, out_ptr, first, row, T, N, residual_stride, 
 
 @gluon.jit
 def _multiply(
-    w_ring, w_full, w_free, x_ring, x_full, x_free, norm_ptr, norms, residual_ptr, out_ptr, T, N, residual_stride, eps,
+    w_ring, w_full, w_free, x_ring, x_full, x_free, norm_ptr, norms, residual_ptr, out_ptr, T, N, residual_stride, eps, turn,
     ACT: gl.constexpr, STEPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     PAIR: gl.constexpr = 2 if ACT != 0 else 1
@@ -60,7 +60,7 @@ def _multiply(
         if norm_ptr is not None:
             wide = x_ring.index(x_slot).load(x_layout).to(gl.float32)
             squares += gl.sum(wide * wide, 1)
-            x = (wide * norms_by_step.index(i).load(gl.SliceLayout(0, x_layout)).to(gl.float32)[None, :]).to(x_ring.dtype)
+            x = (wide * norms_by_step.index((i + turn) % STEPS).load(gl.SliceLayout(0, x_layout)).to(gl.float32)[None, :]).to(x_ring.dtype)
         else:
             x = x_ring.index(x_slot)
         mbarrier.wait(w_full.index(w_slot), (i // W_SLOTS) & 1)
@@ -89,7 +89,8 @@ def _multiply(
 @gluon.jit(do_not_specialize=["T"])
 def direct_kernel(
     x_desc, w_desc, norm_ptr, residual_ptr, out_ptr, T, N, residual_stride, eps,
-    ACT: gl.constexpr, STEPS: gl.constexpr, ROUND: gl.constexpr, W_SLOTS: gl.constexpr, X_SLOTS: gl.constexpr, PDL: gl.constexpr,
+    ACT: gl.constexpr, STEPS: gl.constexpr, ROUND: gl.constexpr, W_SLOTS: gl.constexpr, X_SLOTS: gl.constexpr,
+    TURNED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """out [T, N] = residual + norm(x) @ w.T; with ACT the activation of gate (rows 0..N of w) and up (rows N..2N). Program (t, n)."""
     if PDL:
@@ -100,6 +101,7 @@ def direct_kernel(
     BK: gl.constexpr = w_desc.block_type.shape[1]
     row = gl.program_id(0) * BT
     first = gl.program_id(1) * BN
+    turn = gl.program_id(1) % STEPS if TURNED else 0
     w_ring = gl.allocate_shared_memory(w_desc.dtype, [W_SLOTS * PAIR, BN, BK], w_desc.layout)
     x_ring = gl.allocate_shared_memory(x_desc.dtype, [X_SLOTS, BT, BK], x_desc.layout)
     norms = gl.allocate_shared_memory(x_desc.dtype, [ROUND * BK], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -117,11 +119,11 @@ def direct_kernel(
         [
             (
                 _multiply,
-                (w_ring, w_full, w_free, x_ring, x_full, x_free, norm_ptr, norms, residual_ptr, out_ptr, T, N, residual_stride, eps,
+                (w_ring, w_full, w_free, x_ring, x_full, x_free, norm_ptr, norms, residual_ptr, out_ptr, T, N, residual_stride, eps, turn,
                  ACT, STEPS, PDL),
             ),
-            (_ask_for_weights, (w_desc, w_ring, w_full, w_free, first, N, 0, PAIR, STEPS)),
-            (_ask_for_input, (x_desc, x_ring, x_full, x_free, row, 0, STEPS, PDL)),
+            (_ask_for_weights, (w_desc, w_ring, w_full, w_free, first, N, 0, turn, PAIR, STEPS)),
+            (_ask_for_input, (x_desc, x_ring, x_full, x_free, row, 0, turn, STEPS, PDL)),
         ],
         [1, 1],
         [24, 24],

@@ -83,7 +83,7 @@ def _stream_builds(tiles: Stream, kind: str, inner: int, dtype: str) -> list[Bui
         none = {"out_ptr", "residual_ptr"} if split else {"part_ptr"} | (set() if kind == "add" else {"residual_ptr"})
         none |= {"x_desc"} if way.early else set()
         signature = blocks | {k: f"*{v}" for k, v in pointers.items() if k not in none} | _NUMBERS
-        constants = {"BT": way.bt, "BN": way.bn, "BK": way.bk, "AHEAD": way.ahead, "EARLY": way.early} | dict.fromkeys(none)
+        constants = {"BT": way.bt, "BN": way.bn, "BK": way.bk, "AHEAD": way.ahead, "EARLY": way.early, "TURNED": way.turned} | dict.fromkeys(none)
         shape = (way.warps, way.stages)
         found.append(Build(stream_kernel, signature, common | constants, *shape, 16, divisible=_DIVISIBLE, capabilities=capabilities))
     if split:

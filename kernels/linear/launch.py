@@ -79,7 +79,7 @@ def _run_direct(tiles: Direct, x: torch.Tensor, weight: torch.Tensor, extras: Ex
     direct_kernel[(triton.cdiv(rows, tiles.bt), triton.cdiv(outputs, tiles.bn))](
         _ring_blocks(x, tiles.bt, tiles.bk), _ring_blocks(weight, tiles.bn, tiles.bk), extras.norm, residual, out, rows, outputs,
         _stride(residual), extras.eps, ACT=extras.act, STEPS=steps, ROUND=1 if extras.norm is None else triton.next_power_of_2(steps),
-        W_SLOTS=tiles.w_slots, X_SLOTS=tiles.x_slots, num_warps=tiles.bt // 16, maxnreg=tiles.registers, **pdl(x),
+        W_SLOTS=tiles.w_slots, X_SLOTS=tiles.x_slots, TURNED=tiles.turned, num_warps=tiles.bt // 16, maxnreg=tiles.registers, **pdl(x),
     )  # fmt: skip
     return out
 
@@ -141,7 +141,7 @@ def _launch_stream(
     stream_kernel[(triton.cdiv(outputs, tiles.bn), tiles.split, triton.cdiv(rows, tiles.bt))](
         x_blocks, _blocks(weight, tiles.bn, tiles.bk), x, weight, residual, out, parts, rows, outputs, x.stride(0), _stride(residual),
         K=x.shape[1], BT=tiles.bt, BN=tiles.bn, BK=tiles.bk, SPLIT=tiles.split, ACT=extras.act,
-        AHEAD=tiles.ahead if dependent["PDL"] else 0, EARLY=tiles.early, num_warps=tiles.warps, num_stages=tiles.stages, **dependent,
+        AHEAD=tiles.ahead if dependent["PDL"] else 0, EARLY=tiles.early, TURNED=tiles.turned, num_warps=tiles.warps, num_stages=tiles.stages, **dependent,
     )  # fmt: skip
 
 
@@ -155,7 +155,7 @@ def _launch_ring(
     ring_kernel[(triton.cdiv(rows, tiles.bt), triton.cdiv(outputs, tiles.bn), tiles.split)](
         _ring_blocks(x, tiles.bt, tiles.bk), _ring_blocks(weight, tiles.bn, tiles.bk), residual, out, parts, rows, outputs, _stride(residual),
         ACT=extras.act, STEPS=inner // (tiles.bk * tiles.split), W_SLOTS=tiles.w_slots, X_SLOTS=tiles.x_slots,
-        ACROSS=tiles.across, num_warps=tiles.warps, maxnreg=tiles.registers, **pdl(x),
+        ACROSS=tiles.across, TURNED=tiles.turned, num_warps=tiles.warps, maxnreg=tiles.registers, **pdl(x),
     )  # fmt: skip
 
 

@@ -58,6 +58,7 @@ class Stream:
 
     ahead: columns of a program's weights that are fetched into the L2 cache while it waits. early: 0, or steps of K in a turn of the loop,
     1 or 2; x then goes through registers, a turn ahead, and the pipeline holds nothing but weights and is full before the input is there.
+    turned: each program begins at another step of K; not with early.
     """
 
     bt: int
@@ -68,6 +69,7 @@ class Stream:
     stages: int
     ahead: int = 0
     early: int = 0
+    turned: bool = False
 
     def late(self, gated: bool) -> Stream:
         """For a device other than Hopper, on which early ones were not measured (and Triton 3.6 does not compile all of them)."""
@@ -94,6 +96,7 @@ class Ring:
     x_slots: int
     across: int = 1
     registers: int = 64
+    turned: bool = False
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,7 @@ class Direct:
     w_slots: int
     x_slots: int
     registers: int
+    turned: bool = False
 
 
 @cache

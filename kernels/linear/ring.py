@@ -22,7 +22,7 @@ _copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_
 
 
 @gluon.jit
-def _ask_for_weights(w_desc, ring, full, free, row, N, column, PAIR: gl.constexpr, STEPS: gl.constexpr):
+def _ask_for_weights(w_desc, ring, full, free, row, N, column, turn, PAIR: gl.constexpr, STEPS: gl.constexpr):
     """One warp: tiles [BN, BK] of weights, with PAIR == 2 of gate and up, into ring [slots * PAIR, BN, BK]."""
     SLOTS: gl.constexpr = ring.shape[0] // PAIR
     BN: gl.constexpr = ring.shape[1]
@@ -31,13 +31,14 @@ def _ask_for_weights(w_desc, ring, full, free, row, N, column, PAIR: gl.constexp
         slot = i % SLOTS
         mbarrier.wait(free.index(slot), (i // SLOTS + 1) & 1)
         mbarrier.expect(full.index(slot), PAIR * BN * BK * 2)
-        _copy(w_desc, [row, column + i * BK], full.index(slot), ring.index(slot * PAIR))
+        step = (i + turn) % STEPS
+        _copy(w_desc, [row, column + step * BK], full.index(slot), ring.index(slot * PAIR))
         if PAIR == 2:
-            _copy(w_desc, [N + row, column + i * BK], full.index(slot), ring.index(slot * PAIR + 1))
+            _copy(w_desc, [N + row, column + step * BK], full.index(slot), ring.index(slot * PAIR + 1))
 
 
 @gluon.jit
-def _ask_for_input(x_desc, ring, full, free, row, column, STEPS: gl.constexpr, PDL: gl.constexpr):
+def _ask_for_input(x_desc, ring, full, free, row, column, turn, STEPS: gl.constexpr, PDL: gl.constexpr):
     """One warp: tiles [BT, BK] of x into ring [slots, BT, BK]."""
     SLOTS: gl.constexpr = ring.shape[0]
     BT: gl.constexpr = ring.shape[1]
@@ -48,7 +49,7 @@ def _ask_for_input(x_desc, ring, full, free, row, column, STEPS: gl.constexpr, P
         slot = i % SLOTS
         mbarrier.wait(free.index(slot), (i // SLOTS + 1) & 1)
         mbarrier.expect(full.index(slot), BT * BK * 2)
-        _copy(x_desc, [row, column + i * BK], full.index(slot), ring.index(slot))
+        _copy(x_desc, [row, column + (i + turn) % STEPS * BK], full.index(slot), ring.index(slot))
 
 
 @gluon.jit
@@ -141,13 +142,14 @@ def _multiply(
 @gluon.jit(do_not_specialize=["T"])
 def ring_kernel(
     x_desc, w_desc, residual_ptr, out_ptr, part_ptr, T, N, residual_stride,
-    ACT: gl.constexpr, STEPS: gl.constexpr, W_SLOTS: gl.constexpr, X_SLOTS: gl.constexpr, ACROSS: gl.constexpr, PDL: gl.constexpr,
+    ACT: gl.constexpr, STEPS: gl.constexpr, W_SLOTS: gl.constexpr, X_SLOTS: gl.constexpr, ACROSS: gl.constexpr,
+    TURNED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """out [T, N] = residual + x @ w.T; with ACT the activation of gate (rows 0..N of w) and up (rows N..2N). Program (t, n, s): BT rows,
     BN outputs, part s of K, of STEPS times BK.
 
     x_desc: of x [T, K] in blocks [BT, BK]; w_desc: of w in blocks [BN, BK]. part_ptr: None, or float32 [parts, T, N or 2N], which gets
-    plain sums instead of out. W_SLOTS, X_SLOTS: buffers in the rings.
+    plain sums instead of out. W_SLOTS, X_SLOTS: buffers in the rings. TURNED: as in `stream_kernel`.
     """
     if PDL:
         gdc_launch_dependents()
@@ -158,6 +160,7 @@ def ring_kernel(
     row = gl.program_id(0) * BT
     first = gl.program_id(1) * BN
     column = gl.program_id(2) * (STEPS * BK)
+    turn = gl.program_id(1) % STEPS if TURNED else 0
     w_ring = gl.allocate_shared_memory(w_desc.dtype, [W_SLOTS * PAIR, BN, BK], w_desc.layout)
     x_ring = gl.allocate_shared_memory(x_desc.dtype, [X_SLOTS, BT, BK], x_desc.layout)
     w_full = gl.allocate_shared_memory(gl.int64, [W_SLOTS, 1], mbarrier.MBarrierLayout())
@@ -177,8 +180,8 @@ def ring_kernel(
                 (w_ring, w_full, w_free, x_ring, x_full, x_free, residual_ptr, out_ptr, part_ptr, T, N, residual_stride,
                  ACT, STEPS, ACROSS, PDL),
             ),
-            (_ask_for_weights, (w_desc, w_ring, w_full, w_free, first, N, column, PAIR, STEPS)),
-            (_ask_for_input, (x_desc, x_ring, x_full, x_free, row, column, STEPS, PDL)),
+            (_ask_for_weights, (w_desc, w_ring, w_full, w_free, first, N, column, turn, PAIR, STEPS)),
+            (_ask_for_input, (x_desc, x_ring, x_full, x_free, row, column, turn, STEPS, PDL)),
         ],
         [1, 1],
         [24, 24],

@@ -200,12 +200,12 @@ def short(config: Config) -> str:
     if isinstance(config, Gemv):
         return f"gemv {config.bn}x{config.bk} w{config.warps}"
     if isinstance(config, Stream):
-        first = f"early {config.early}" if config.early else f"a{config.ahead}"
+        first = (f"early {config.early}" if config.early else f"a{config.ahead}") + " turned" * config.turned
         return f"stream {config.bn}x{config.bk}/{config.split} t{config.bt} w{config.warps} s{config.stages} {first}"
     if isinstance(config, Ring):
         shape = f"{config.bn}x{config.bk}/{config.split} t{config.bt} w{config.warps}/{config.across}"
-        return f"ring {shape} s{config.w_slots}+{config.x_slots} r{config.registers}"
+        return f"ring {shape} s{config.w_slots}+{config.x_slots} r{config.registers}{' turned' * config.turned}"
     if isinstance(config, Direct):
-        return f"direct {config.bn}x{config.bk} t{config.bt} s{config.w_slots}+{config.x_slots} r{config.registers}"
+        return f"direct {config.bn}x{config.bk} t{config.bt} s{config.w_slots}+{config.x_slots} r{config.registers}{' turned' * config.turned}"
     marks = ("" if config.fused_norm else " norm apart") + ("" if config.warm else " cold")
     return f"tile {config.bn}x{config.bk}/{config.split} t{config.bt} w{config.warps} s{config.stages}{marks}"
