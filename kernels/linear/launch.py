@@ -9,7 +9,7 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from modelrunner.kernels.linear.gemv import gemv_kernel
-from modelrunner.kernels.linear.plan import Direct, Gemv, Ring, Stream, Tiles
+from modelrunner.kernels.linear.plan import AnyTiles, Gemv, Ring, Stream, Tiles
 from modelrunner.kernels.linear.stream import stream_kernel
 from modelrunner.kernels.linear.tiles import sum_kernel, tile_kernel
 from modelrunner.kernels.norm.rows import rms_norm
@@ -19,14 +19,16 @@ try:
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as RingDescriptor
 
-    from modelrunner.kernels.linear.direct import direct_kernel
     from modelrunner.kernels.linear.ring import ring_kernel
 except (ImportError, AttributeError):  # another version of an experimental language
     RINGS = False
 else:
     RINGS = True
 
-SUM_BLOCK, SUM_WARPS = 128, 1  # columns and warps of a program of `sum_kernel`
+SUM_BLOCK, SUM_WARPS = 128, 1  # columns and warps of a program of `sum_kernel`,
+SUM_MANY = (
+    2**18
+)  # and four times as many each where there are more sums: more programs would not all find a place beside the next product's
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,16 +45,19 @@ class Extras:
 PLAIN = Extras()
 
 
-def run(tiles: Gemv | Tiles | Stream | Ring | Direct, x: torch.Tensor, weight: torch.Tensor, extras: Extras = PLAIN) -> torch.Tensor:
+def run(tiles: AnyTiles, x: torch.Tensor, weight: torch.Tensor, extras: Extras = PLAIN) -> torch.Tensor:
     """residual + act(scale * (norm(x) @ weight.T)). x: [T, K], T >= 1; rows of x and of the residual may be strided, weight is contiguous.
 
     Returns [T, N] in x's dtype; for a gated activation weight is [2N, K], gate rows first.
     """
     if isinstance(tiles, Gemv):
         return _run_gemv(tiles, x, weight, extras)
-    if isinstance(tiles, Direct):
-        return _run_direct(tiles, x, weight, extras)
     return _run_tiles(tiles, x, weight, extras)
+
+
+def sum_shape(rows: int, outputs: int) -> tuple[int, int]:
+    """Columns and warps of a program of `sum_kernel`."""
+    return (SUM_BLOCK, SUM_WARPS) if rows * outputs <= SUM_MANY else (4 * SUM_BLOCK, 4 * SUM_WARPS)
 
 
 def _output(x: torch.Tensor, weight: torch.Tensor, extras: Extras) -> torch.Tensor:
@@ -70,20 +75,6 @@ def _run_gemv(tiles: Gemv, x: torch.Tensor, weight: torch.Tensor, extras: Extras
     return out
 
 
-def _run_direct(tiles: Direct, x: torch.Tensor, weight: torch.Tensor, extras: Extras) -> torch.Tensor:
-    out = _output(x, weight, extras)
-    (rows, outputs), inner, residual = out.shape, x.shape[1], extras.residual
-    if x.stride(0) * x.element_size() % 16 or x.data_ptr() % 16:
-        x = x.contiguous()
-    steps = inner // tiles.bk
-    direct_kernel[(triton.cdiv(rows, tiles.bt), triton.cdiv(outputs, tiles.bn))](
-        _ring_blocks(x, tiles.bt, tiles.bk), _ring_blocks(weight, tiles.bn, tiles.bk), extras.norm, residual, out, rows, outputs,
-        _stride(residual), extras.eps, ACT=extras.act, STEPS=steps, ROUND=1 if extras.norm is None else triton.next_power_of_2(steps),
-        W_SLOTS=tiles.w_slots, X_SLOTS=tiles.x_slots, TURNED=tiles.turned, num_warps=tiles.bt // 16, maxnreg=tiles.registers, **pdl(x),
-    )  # fmt: skip
-    return out
-
-
 def _run_tiles(tiles: Tiles | Stream | Ring, x: torch.Tensor, weight: torch.Tensor, extras: Extras) -> torch.Tensor:
     if extras.norm is not None and not (isinstance(tiles, Tiles) and tiles.fused_norm):
         x, extras = rms_norm(x, extras.norm, extras.eps), replace(extras, norm=None)
@@ -94,15 +85,21 @@ def _run_tiles(tiles: Tiles | Stream | Ring, x: torch.Tensor, weight: torch.Tens
     parts = torch.empty((split, x.shape[0], weight.shape[0]), dtype=torch.float32, device=x.device)
     _launch(tiles, x, weight, replace(extras, residual=None), None, parts)
     (rows, outputs), inner, residual = out.shape, x.shape[1], extras.residual
-    sum_kernel[(rows, triton.cdiv(outputs, SUM_BLOCK))](
+    block, warps = sum_shape(rows, outputs)
+    sum_kernel[(rows, triton.cdiv(outputs, block))](
         parts, None if extras.norm is None else x, extras.scale, residual, out, rows, outputs, x.stride(0), _stride(residual), extras.eps,
-        K=inner, BLOCK_K=triton.next_power_of_2(inner), BLOCK=SUM_BLOCK, SPLIT=split, ACT=extras.act, num_warps=SUM_WARPS, **pdl(x),
+        K=inner, BLOCK_K=triton.next_power_of_2(inner), BLOCK=block, SPLIT=split, ACT=extras.act, num_warps=warps, **pdl(x),
     )  # fmt: skip
     return out
 
 
 def _launch(
-    tiles: Tiles | Stream | Ring, x: torch.Tensor, weight: torch.Tensor, extras: Extras, out: torch.Tensor | None, parts: torch.Tensor | None
+    tiles: Tiles | Stream | Ring,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    extras: Extras,
+    out: torch.Tensor | None,
+    parts: torch.Tensor | None,
 ) -> None:
     if isinstance(tiles, Ring):
         _launch_ring(tiles, x, weight, extras, out, parts)
@@ -141,7 +138,7 @@ def _launch_stream(
     stream_kernel[(triton.cdiv(outputs, tiles.bn), tiles.split, triton.cdiv(rows, tiles.bt))](
         x_blocks, _blocks(weight, tiles.bn, tiles.bk), x, weight, residual, out, parts, rows, outputs, x.stride(0), _stride(residual),
         K=x.shape[1], BT=tiles.bt, BN=tiles.bn, BK=tiles.bk, SPLIT=tiles.split, ACT=extras.act,
-        AHEAD=tiles.ahead if dependent["PDL"] else 0, EARLY=tiles.early, TURNED=tiles.turned, num_warps=tiles.warps, num_stages=tiles.stages, **dependent,
+        AHEAD=tiles.ahead if dependent["PDL"] else 0, EARLY=tiles.early, num_warps=tiles.warps, num_stages=tiles.stages, **dependent,
     )  # fmt: skip
 
 
@@ -153,9 +150,9 @@ def _launch_ring(
     if x.stride(0) * x.element_size() % 16 or x.data_ptr() % 16:
         x = x.contiguous()
     ring_kernel[(triton.cdiv(rows, tiles.bt), triton.cdiv(outputs, tiles.bn), tiles.split)](
-        _ring_blocks(x, tiles.bt, tiles.bk), _ring_blocks(weight, tiles.bn, tiles.bk), residual, out, parts, rows, outputs, _stride(residual),
-        ACT=extras.act, STEPS=inner // (tiles.bk * tiles.split), W_SLOTS=tiles.w_slots, X_SLOTS=tiles.x_slots,
-        ACROSS=tiles.across, TURNED=tiles.turned, num_warps=tiles.warps, maxnreg=tiles.registers, **pdl(x),
+        _ring_blocks(x, tiles.bt, tiles.bk), _ring_blocks(weight, tiles.bn, tiles.bk), residual, out, parts, rows, outputs,
+        _stride(residual), ACT=extras.act, STEPS=inner // (tiles.bk * tiles.split), W_SLOTS=tiles.w_slots, X_SLOTS=tiles.x_slots,
+        num_warps=tiles.warps, maxnreg=tiles.registers, **pdl(x),
     )  # fmt: skip
 
 

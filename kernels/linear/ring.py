@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_init, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 # Names of Triton 3.6, and newer ones.
@@ -91,19 +91,25 @@ def _first_of(AXIS: gl.constexpr, SIZE: gl.constexpr):
     """program_id(AXIS) * SIZE, where it stands: what the compiler moves between the last products and the wait for them makes it wait for
     each of them."""
     if AXIS == 0:
-        return gl.inline_asm_elementwise("mov.u32 $0, %ctaid.x; mul.lo.u32 $0, $0, $1;", "=&r,r", [SIZE], dtype=gl.int32, is_pure=False, pack=1)
+        return gl.inline_asm_elementwise(
+            "mov.u32 $0, %ctaid.x; mul.lo.u32 $0, $0, $1;", "=&r,r", [SIZE], dtype=gl.int32, is_pure=False, pack=1
+        )
     elif AXIS == 1:
-        return gl.inline_asm_elementwise("mov.u32 $0, %ctaid.y; mul.lo.u32 $0, $0, $1;", "=&r,r", [SIZE], dtype=gl.int32, is_pure=False, pack=1)
+        return gl.inline_asm_elementwise(
+            "mov.u32 $0, %ctaid.y; mul.lo.u32 $0, $0, $1;", "=&r,r", [SIZE], dtype=gl.int32, is_pure=False, pack=1
+        )
     else:
-        return gl.inline_asm_elementwise("mov.u32 $0, %ctaid.z; mul.lo.u32 $0, $0, $1;", "=&r,r", [SIZE], dtype=gl.int32, is_pure=False, pack=1)
+        return gl.inline_asm_elementwise(
+            "mov.u32 $0, %ctaid.z; mul.lo.u32 $0, $0, $1;", "=&r,r", [SIZE], dtype=gl.int32, is_pure=False, pack=1
+        )
 
 
 @gluon.jit
 def _multiply(
     w_ring, w_full, w_free, x_ring, x_full, x_free, residual_ptr, out_ptr, part_ptr, T, N, residual_stride,
-    ACT: gl.constexpr, STEPS: gl.constexpr, ACROSS: gl.constexpr, PDL: gl.constexpr,
+    ACT: gl.constexpr, STEPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """The other warps. ACROSS of them in a row share the rows of x; all others the outputs."""
+    """The other warps: sums of the weights' tiles times x's, and their way out."""
     PAIR: gl.constexpr = 2 if ACT != 0 else 1
     W_SLOTS: gl.constexpr = w_ring.shape[0] // PAIR
     X_SLOTS: gl.constexpr = x_ring.shape[0]
@@ -112,7 +118,7 @@ def _multiply(
     row = _first_of(0, BT)
     first = _first_of(1, BN)
     part = _first_of(2, 1)
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps() // ACROSS, ACROSS], [16, BT // ACROSS, 16])
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BT, 16])
     if PDL:
         gdc_wait()  # the residual
     total = gl.zeros([BN, BT], gl.float32, layout)
@@ -142,14 +148,14 @@ def _multiply(
 @gluon.jit(do_not_specialize=["T"])
 def ring_kernel(
     x_desc, w_desc, residual_ptr, out_ptr, part_ptr, T, N, residual_stride,
-    ACT: gl.constexpr, STEPS: gl.constexpr, W_SLOTS: gl.constexpr, X_SLOTS: gl.constexpr, ACROSS: gl.constexpr,
-    TURNED: gl.constexpr, PDL: gl.constexpr,
+    ACT: gl.constexpr, STEPS: gl.constexpr, W_SLOTS: gl.constexpr, X_SLOTS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """out [T, N] = residual + x @ w.T; with ACT the activation of gate (rows 0..N of w) and up (rows N..2N). Program (t, n, s): BT rows,
     BN outputs, part s of K, of STEPS times BK.
 
     x_desc: of x [T, K] in blocks [BT, BK]; w_desc: of w in blocks [BN, BK]. part_ptr: None, or float32 [parts, T, N or 2N], which gets
-    plain sums instead of out. W_SLOTS, X_SLOTS: buffers in the rings. TURNED: as in `stream_kernel`.
+    plain sums instead of out. W_SLOTS, X_SLOTS: buffers in the rings. Each program begins at another step of K and comes round to it, so
+    that not all of them read the same of x at a time.
     """
     if PDL:
         gdc_launch_dependents()
@@ -160,7 +166,7 @@ def ring_kernel(
     row = gl.program_id(0) * BT
     first = gl.program_id(1) * BN
     column = gl.program_id(2) * (STEPS * BK)
-    turn = gl.program_id(1) % STEPS if TURNED else 0
+    turn = gl.program_id(1) % STEPS
     w_ring = gl.allocate_shared_memory(w_desc.dtype, [W_SLOTS * PAIR, BN, BK], w_desc.layout)
     x_ring = gl.allocate_shared_memory(x_desc.dtype, [X_SLOTS, BT, BK], x_desc.layout)
     w_full = gl.allocate_shared_memory(gl.int64, [W_SLOTS, 1], mbarrier.MBarrierLayout())
@@ -178,7 +184,7 @@ def ring_kernel(
             (
                 _multiply,
                 (w_ring, w_full, w_free, x_ring, x_full, x_free, residual_ptr, out_ptr, part_ptr, T, N, residual_stride,
-                 ACT, STEPS, ACROSS, PDL),
+                 ACT, STEPS, PDL),
             ),
             (_ask_for_weights, (w_desc, w_ring, w_full, w_free, first, N, column, turn, PAIR, STEPS)),
             (_ask_for_input, (x_desc, x_ring, x_full, x_free, row, column, turn, STEPS, PDL)),

@@ -26,13 +26,6 @@ def _input(x_ptr, x_row, column, there, K: tl.constexpr, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _column(i, start, turn, STEPS: tl.constexpr, BK: tl.constexpr):
-    """Where the i-th step of K begins, if the first is `turn`."""
-    step = i + turn
-    return start + tl.where(step >= STEPS, step - STEPS, step) * BK
-
-
-@triton.jit
 def _sums_early(
     w_desc, x_ptr, x_row, first, start, N, STEPS: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     EVEN: tl.constexpr, ACT: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
@@ -71,14 +64,13 @@ def _sums_early(
 
 @triton.jit
 def _sums(
-    w_desc, x_desc, row, first, start, turn, N, STEPS: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    ACT: tl.constexpr,
-):  # fmt: skip
+    w_desc, x_desc, row, first, start, N, STEPS: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ACT: tl.constexpr
+):
     """Sums [BN, BT] of the product, or of gate and up."""
     total = tl.zeros([BN, BT], tl.float32)
     up = tl.zeros([BN, BT], tl.float32)
     for i in tl.range(STEPS):
-        column = _column(i, start, turn, STEPS, BK)
+        column = start + i * BK
         x = tl.trans(x_desc.load([row, column]))
         total = tl.dot(w_desc.load([first, column]), x, total, input_precision="ieee")
         if ACT != 0:
@@ -90,15 +82,14 @@ def _sums(
 def stream_kernel(
     x_desc, w_desc, x_ptr, w_ptr, residual_ptr, out_ptr, part_ptr, T, N, x_stride, residual_stride,
     K: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, ACT: tl.constexpr, AHEAD: tl.constexpr,
-    EARLY: tl.constexpr, TURNED: tl.constexpr, PDL: tl.constexpr,
+    EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out [T, N] = residual + x @ w.T; with ACT the activation of gate (rows 0..N of w) and up (rows N..2N). Program (n, s, t): BN outputs,
     part s of K, BT rows.
 
     x_desc: of x_ptr [T, K] in blocks [BT, BK], None with EARLY; w_desc: of w_ptr in blocks [BN, BK]. part_ptr: None, or float32
     [SPLIT, T, N or 2N], which gets plain sums instead of out. AHEAD: columns of a program's weights, a multiple of BK, that are fetched
-    into the L2 cache while it waits. EARLY > 0: they come into shared memory instead. TURNED: each program begins at another step of K, and
-    comes round to it, so that not all of them read the same of x at a time.
+    into the L2 cache while it waits. EARLY > 0: they come into shared memory instead.
     """
     if PDL:
         gdc_launch_dependents()
@@ -112,12 +103,11 @@ def stream_kernel(
         x_row = tl.minimum(t, T - 1).to(tl.int64)[:, None] * x_stride
         total, up = _sums_early(w_desc, x_ptr, x_row, first, start, N, STEPS, K, BT, BN, BK, EVEN, ACT, EARLY, PDL)
     else:
-        turn = tl.program_id(0) % STEPS if TURNED else 0
-        for i in tl.static_range(AHEAD // BK):  # all rows of a step before any row of the next
-            prefetch_rows(w_ptr, _column(i, start, turn, STEPS, BK), N, K, BN, BK, ACT)
+        for ahead in tl.static_range(0, AHEAD, BK):  # all rows of a step before any row of the next
+            prefetch_rows(w_ptr, start + ahead, N, K, BN, BK, ACT)
         if PDL:
             gdc_wait()
-        total, up = _sums(w_desc, x_desc, row, first, start, turn, N, STEPS, BT, BN, BK, ACT)
+        total, up = _sums(w_desc, x_desc, row, first, start, N, STEPS, BT, BN, BK, ACT)
     if SPLIT == 1:
         residual = residual_of(residual_ptr, n, t, T, N, residual_stride)
         finish(total, up, residual, None, out_ptr, n, t, T, N, ACT)

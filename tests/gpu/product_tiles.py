@@ -6,10 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product as product_of
 
-from modelrunner.kernels.linear.plan import Direct, Gemv, Ring, Stream, Tiles, plan
+import torch
+
+from modelrunner.kernels.linear.launch import RINGS as HAS_RINGS
+from modelrunner.kernels.linear.plan import Gemv, Ring, Stream, Tiles, plan
 
 BYTES_PER_US = 4.29e6
-Config = Gemv | Tiles | Stream | Ring | Direct | None
+Config = Gemv | Tiles | Stream | Ring | None
 RINGS = (115_500, 230_000)  # the same for rings
 SHARED = (112_000, 224_000)  # bytes of shared memory that a program's pipeline may fill: with two programs a multiprocessor, and with one
 
@@ -114,7 +117,7 @@ def rings(product: Product, rows: int) -> Iterator[Ring]:
     """Rings that fill half of the shared memory, so that the next product's stand beside them, or all of it."""
     pair = 2 if product.kind == "gated" else 1
     for bt in {min(top, max(16, 1 << (rows - 1).bit_length())) for top in (128, 256)}:
-        for (bn, warps, across), bk in product_of(((64, 4, 1), (64, 8, 2), (128, 4, 1), (128, 8, 1)), (64, 128, 256)):
+        for (bn, warps), bk in product_of(((64, 4), (128, 4), (128, 8)), (64, 128, 256)):
             sums = pair * bn * bt // (warps * 32)
             if sums > 128 or (warps == 8 and bt < 64) or bk * bt > 2**14 or (bk == 64 and bt < 128 and pair == 1):
                 continue
@@ -127,24 +130,7 @@ def rings(product: Product, rows: int) -> Iterator[Ring]:
                 w_slots = min(12, (shared - x_slots * x) // weights)
                 if x_slots >= 2 <= w_slots:
                     registers = (64 if sums <= 32 else 104 if sums <= 64 else 160) if warps == 8 or sums <= 64 else 168
-                    yield Ring(bt, bn, bk, split, warps, w_slots, x_slots, across, registers)
-
-
-def directs(product: Product, rows: int) -> Iterator[Direct]:
-    """Thin tiles that fill half of the shared memory, or all of it."""
-    pair, norm = (2 if product.kind == "gated" else 1), product.kind in ("norm", "gated")
-    bt = 64 if rows <= 64 else 128
-    for bn, bk, shared in product_of((32, 64, 128), (64, 128, 256), RINGS):
-        sums = pair * bn // 2
-        inputs = bk // 2 if norm else 0
-        if not 60 <= product.outputs // bn * -(-rows // bt) <= 400 or product.inner % bk or sums > 128:
-            continue
-        room, weights, x = shared - 2 * product.inner * norm - 1000, 2 * pair * bn * bk, 2 * bt * bk
-        for x_slots in (2, 3, 4, 6):
-            w_slots = (room - x_slots * x) // weights
-            enough = x_slots == 6 if bk == 64 else x_slots in (3, 4) if bk == 128 else x_slots in (2, 3)
-            if enough and w_slots >= 2 and w_slots * weights >= 32_000:
-                yield Direct(bt, bn, bk, min(24, w_slots), x_slots, min(192 if bt == 64 else 168, 64 + (sums + inputs // 2) // 8 * 8) if sums > 16 or norm else 64)
+                    yield Ring(bt, bn, bk, split, warps, w_slots, x_slots, registers)
 
 
 def heads(rows: int) -> list[Config]:
@@ -191,7 +177,8 @@ def variants(config: Config, product: Product) -> list[Config]:
 
 
 def default(product: Product, rows: int) -> Config:
-    return plan(rows, product.outputs, product.inner, 16, product.kind == "gated", product.kind in ("norm", "gated"), False)
+    rings = HAS_RINGS and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+    return plan(rows, product.outputs, product.inner, 16, product.kind == "gated", product.kind in ("norm", "gated"), False, rings=rings)
 
 
 def short(config: Config) -> str:
@@ -200,12 +187,10 @@ def short(config: Config) -> str:
     if isinstance(config, Gemv):
         return f"gemv {config.bn}x{config.bk} w{config.warps}"
     if isinstance(config, Stream):
-        first = (f"early {config.early}" if config.early else f"a{config.ahead}") + " turned" * config.turned
+        first = f"early {config.early}" if config.early else f"a{config.ahead}"
         return f"stream {config.bn}x{config.bk}/{config.split} t{config.bt} w{config.warps} s{config.stages} {first}"
     if isinstance(config, Ring):
-        shape = f"{config.bn}x{config.bk}/{config.split} t{config.bt} w{config.warps}/{config.across}"
-        return f"ring {shape} s{config.w_slots}+{config.x_slots} r{config.registers}{' turned' * config.turned}"
-    if isinstance(config, Direct):
-        return f"direct {config.bn}x{config.bk} t{config.bt} s{config.w_slots}+{config.x_slots} r{config.registers}{' turned' * config.turned}"
+        shape = f"{config.bn}x{config.bk}/{config.split} t{config.bt} w{config.warps}"
+        return f"ring {shape} s{config.w_slots}+{config.x_slots} r{config.registers}"
     marks = ("" if config.fused_norm else " norm apart") + ("" if config.warm else " cold")
     return f"tile {config.bn}x{config.bk}/{config.split} t{config.bt} w{config.warps} s{config.stages}{marks}"
