@@ -15,15 +15,16 @@ from modelrunner.kernels.linear.tiles import sum_kernel, tile_kernel
 from modelrunner.kernels.norm.rows import rms_norm
 from modelrunner.kernels.pdl import hopper, pdl
 
+TRIED = (3, 6), (3, 9)  # first and last version of Triton whose Gluon `ring_kernel` was compiled by: it is experimental
 try:
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as RingDescriptor
 
     from modelrunner.kernels.linear.ring import ring_kernel
-except (ImportError, AttributeError):  # another version of an experimental language
+except (ImportError, AttributeError):
     RINGS = False
 else:
-    RINGS = True
+    RINGS = TRIED[0] <= tuple(int(part) for part in triton.__version__.split(".")[:2]) <= TRIED[1]
 
 SUM_BLOCK, SUM_WARPS = 128, 1  # columns and warps of a program of `sum_kernel`,
 SUM_MANY = (

@@ -18,7 +18,7 @@ STREAMS = 90  # programs that keep memory busy, each with a full pipeline,
 PROCESSORS = 132  # and as many as there may be of them
 PIPELINE = 224_000  # bytes of shared memory for it
 RING = 230_000  # the same for rings,
-RING_ROWS = range(17, 33)  # which pay for so many rows
+RING_ROWS = range(16, 33)  # which pay for so many rows
 HEAD = 2**16  # outputs of a product that is the model's head
 
 

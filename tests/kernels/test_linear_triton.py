@@ -170,7 +170,8 @@ def test_the_kernels_depend_on_shapes_alone() -> None:
     assert plan(32, 4096, 4096, 16, False, False, False, rings=True) == Ring(32, 64, 256, 2, 4, 5, 4, 64)
     assert plan(17, 12288, 4096, 16, True, True, False, rings=True) == Ring(32, 128, 128, 1, 4, 3, 3, 104)
     assert isinstance(plan(32, 6144, 4096, 16, False, True, False, rings=True), Stream)
-    assert isinstance(plan(33, 4096, 4096, 16, False, False, False, rings=True), Stream)
+    assert plan(16, 4096, 4096, 16, False, False, False, rings=True) == Ring(16, 64, 256, 2, 4, 6, 4, 64)
+    assert all(isinstance(plan(rows, 4096, 4096, 16, False, False, False, rings=True), Stream) for rows in (15, 33))
     half = plan(8, 4096, 1024, 16, False, True, True)
     assert isinstance(half, Tiles)
     assert not half.fused_norm
