@@ -32,8 +32,12 @@ HERE = ("", "__main__")  # modules that another process cannot import
 
 @dataclass(frozen=True)
 class Job:
-    """A kernel to build: where its function is found, what of it changes with its source, and the rest of what Triton compiles from."""
+    """A kernel to build: where its function is found, what of it changes with its source, and the rest of what Triton compiles from.
 
+    kind: of source: Triton's, or Gluon's.
+    """
+
+    kind: type
     module: str
     name: str
     source: str
@@ -46,12 +50,11 @@ class Job:
     def build(self) -> None:
         """Put it into the cache. Raises whatever goes wrong."""
         import triton
-        from triton.compiler import ASTSource
 
         function = getattr(importlib.import_module(self.module), self.name)
         if function.cache_key != self.source:
             raise RuntimeError(f"{self.module}.{self.name} is not the same here")
-        triton.compile(ASTSource(function, self.signature, self.constants, self.attrs), target=self.target, options=self.options)
+        triton.compile(self.kind(function, self.signature, self.constants, self.attrs), target=self.target, options=self.options)
 
 
 def job_of(build: Callable[[], Any]) -> Job | None:
@@ -63,7 +66,7 @@ def job_of(build: Callable[[], Any]) -> Job | None:
         if function.__module__ in HERE:
             return None
         parts = (source.signature, source.constants, source.attrs, target, dict(vars(options)))
-        job = Job(function.__module__, function.__name__, function.cache_key, *parts)
+        job = Job(type(source), function.__module__, function.__name__, function.cache_key, *parts)
         pickle.dumps(job)
     except (KeyError, AttributeError, TypeError, ValueError, pickle.PicklingError):
         return None

@@ -25,7 +25,8 @@ class Build:
     kernel: the `@triton.jit` function. signature: argument -> Triton type ("*bf16", "i32"); it needs none of those in
     `constexprs`, and may name what other kernels take. constexprs: values of the constants; one named PDL is False below
     capability 90. max_spill_bytes: stack bytes a thread may use. divisible: integer arguments that the launch finds divisible
-    by 16 (pointers always are). capabilities: what it is compiled for.
+    by 16 (pointers always are). capabilities: what it is compiled for. registers: of a thread where a program starts, if not as many as
+    the compiler likes.
     """
 
     kernel: Callable[..., Any]
@@ -36,6 +37,7 @@ class Build:
     max_spill_bytes: int = 0
     divisible: tuple[str, ...] = ()
     capabilities: tuple[int, ...] = CAPABILITIES
+    registers: int | None = None
 
     @property
     def name(self) -> str:
@@ -64,7 +66,6 @@ def compile_build(build: Build, capability: int) -> Report:
     """Compile for `capability` (90 for sm_90); raises what Triton raises."""
     import triton
     from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
 
     constants = dict(build.constexprs)
     if capability < PDL_SINCE and "PDL" in constants:
@@ -72,10 +73,21 @@ def compile_build(build: Build, capability: int) -> Report:
     names: list[str] = build.kernel.arg_names  # type: ignore[attr-defined]
     signature = {name: "constexpr" if name in constants else build.signature[name] for name in names}
     aligned = [i for i, name in enumerate(names) if signature[name].startswith("*") or name in build.divisible]
-    source = ASTSource(build.kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
-    options = {"num_warps": build.num_warps, "num_stages": build.num_stages, "enable_fp_fusion": True}
+    source = _source_type(build.kernel)(build.kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
+    options = {"num_warps": build.num_warps, "num_stages": build.num_stages, "enable_fp_fusion": True, "maxnreg": build.registers}
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     return _report(compiled.asm["cubin"], compiled.metadata.shared)
+
+
+def _source_type(kernel: Callable[..., Any]) -> Any:
+    """Of Triton, or of Gluon."""
+    if kernel.is_gluon():  # type: ignore[attr-defined]
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        return GluonASTSource
+    from triton.compiler import ASTSource
+
+    return ASTSource
 
 
 def _report(cubin: bytes, shared: int) -> Report:

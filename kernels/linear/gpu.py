@@ -12,8 +12,8 @@ from modelrunner.kernels.builds import CAPABILITIES, PDL_SINCE, Build
 from modelrunner.kernels.linear.fixed import SUM_BLOCK as FIXED_SUM_BLOCK
 from modelrunner.kernels.linear.fixed import fixed_int8_matmul, fixed_kernel, fixed_matmul, fixed_sum_kernel, fixed_tiles
 from modelrunner.kernels.linear.gemv import gemv_kernel
-from modelrunner.kernels.linear.launch import SUM_BLOCK, SUM_WARPS
-from modelrunner.kernels.linear.plan import Gemv, Several, Stream, added, plan
+from modelrunner.kernels.linear.launch import RINGS, sum_shape
+from modelrunner.kernels.linear.plan import Gemv, Ring, Several, Stream, added, plan
 from modelrunner.kernels.linear.products import int8_matmul, matmul, matmul_add, matmul_add_in_place, norm_gated_matmul, norm_matmul
 from modelrunner.kernels.linear.several import WARP, several_kernel
 from modelrunner.kernels.linear.stream import stream_kernel
@@ -33,17 +33,19 @@ _NUMBERS = {"T": "i32", "N": "i32", "x_stride": "i32", "residual_stride": "i32",
 _DIVISIBLE = ("N", "x_stride", "residual_stride")
 
 
-def builds(kind: str, rows: int, outputs: int, inner: int, dtype: str = "bf16") -> list[Build]:
-    """What one product launches. kind: "plain", "norm", "add", "gated" (with a norm) or "int8"."""
+def builds(kind: str, rows: int, outputs: int, inner: int, dtype: str = "bf16", rings: bool = False) -> list[Build]:
+    """What one product launches. kind: "plain", "norm", "add", "gated" (with a norm) or "int8". rings: where they may run."""
     act = SILU if kind == "gated" else 0
     norm, bits = kind in ("norm", "gated"), 16 if dtype != "fp32" else 32
-    tiles = plan(rows, outputs, inner, bits, act != 0, norm, dtype == "fp16", kind != "int8")
+    tiles = plan(rows, outputs, inner, bits, act != 0, norm, dtype == "fp16", kind != "int8", rings)
     if tiles is None and kind == "add":
         tiles = added(rows, outputs, inner, bits)
     if tiles is None:
         return []
+    if isinstance(tiles, Ring):
+        return [_ring_build(tiles, kind, inner, dtype)]
     if isinstance(tiles, Stream):
-        return _stream_builds(tiles, kind, inner, dtype)
+        return _stream_builds(tiles, kind, inner, dtype, sum_shape(rows, outputs))
     given = {"x_ptr": dtype, "w_ptr": "i8" if kind == "int8" else dtype, "out_ptr": dtype}
     fused = isinstance(tiles, Gemv | Several) or tiles.fused_norm
     given |= {"norm_ptr": dtype} if norm and fused else {}
@@ -72,13 +74,14 @@ def builds(kind: str, rows: int, outputs: int, inner: int, dtype: str = "bf16") 
         found.append(Build(*kernel, 16, divisible=_DIVISIBLE, capabilities=capabilities))
     if split > 1:
         none = {name: None for name in none if name in ("scale_ptr", "residual_ptr")} | ({} if "norm_ptr" in given else {"x_ptr": None})
-        constants = {"BLOCK_K": triton.next_power_of_2(inner), "BLOCK": SUM_BLOCK}
+        block, warps = sum_shape(rows, outputs)
+        constants = {"BLOCK_K": triton.next_power_of_2(inner), "BLOCK": block}
         # A100's compiler spills a little where eight parts of gate and up meet the norm.
-        found.append(Build(sum_kernel, signature, none | common | constants, SUM_WARPS, max_spill_bytes=32, divisible=_DIVISIBLE))
+        found.append(Build(sum_kernel, signature, none | common | constants, warps, max_spill_bytes=32, divisible=_DIVISIBLE))
     return found
 
 
-def _stream_builds(tiles: Stream, kind: str, inner: int, dtype: str) -> list[Build]:
+def _stream_builds(tiles: Stream, kind: str, inner: int, dtype: str, shape_of_sum: tuple[int, int]) -> list[Build]:
     """As `builds`, for weights in a stream: norms are launches of their own."""
     act, split = SILU if kind == "gated" else 0, tiles.split > 1
     common: dict[str, Any] = {"K": inner, "SPLIT": tiles.split, "ACT": act, "PDL": True}
@@ -95,9 +98,26 @@ def _stream_builds(tiles: Stream, kind: str, inner: int, dtype: str) -> list[Bui
     if split:
         given = {"part_ptr": "*fp32", "out_ptr": f"*{dtype}"} | ({"residual_ptr": f"*{dtype}"} if kind == "add" else {})
         absent = {name: None for name in ("x_ptr", "scale_ptr", "residual_ptr") if name not in given}
-        sums = common | absent | {"BLOCK_K": triton.next_power_of_2(inner), "BLOCK": SUM_BLOCK}
-        found.append(Build(sum_kernel, given | _NUMBERS, sums, SUM_WARPS, divisible=_DIVISIBLE, capabilities=(90, 100)))
+        block, warps = shape_of_sum
+        sums = common | absent | {"BLOCK_K": triton.next_power_of_2(inner), "BLOCK": block}
+        found.append(Build(sum_kernel, given | _NUMBERS, sums, warps, divisible=_DIVISIBLE, capabilities=(90, 100)))
     return found
+
+
+def _ring_build(tiles: Ring, kind: str, inner: int, dtype: str) -> Build:
+    """As `builds`. Norms and sums are the same launches as with streams."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+
+    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    blocks = {name: f"tensordesc<{dtype}[{rows}, {tiles.bk}],{layout!r}>" for name, rows in (("x_desc", tiles.bt), ("w_desc", tiles.bn))}
+    split = tiles.split > 1
+    none = {"out_ptr", "residual_ptr"} if split else {"part_ptr"} | (set() if kind == "add" else {"residual_ptr"})
+    pointers = {"residual_ptr": f"*{dtype}", "out_ptr": f"*{dtype}", "part_ptr": "*fp32"}
+    signature = blocks | {name: of for name, of in pointers.items() if name not in none} | _NUMBERS
+    constants: dict[str, Any] = {"ACT": SILU if kind == "gated" else 0, "STEPS": inner // (tiles.bk * tiles.split), "PDL": True}
+    constants |= {"W_SLOTS": tiles.w_slots, "X_SLOTS": tiles.x_slots} | dict.fromkeys(none)
+    kernel = (ring_kernel, signature, constants, tiles.warps)
+    return Build(*kernel, divisible=_DIVISIBLE, capabilities=(90,), registers=tiles.registers)
 
 
 BUILDS: list[Build] = [
@@ -121,6 +141,11 @@ BUILDS: list[Build] = [
 ]
 BUILDS += builds("norm", 4, 4096, 1024, "fp32") + builds("gated", 32, 3072, 1024, "fp16") + builds("int8", 1, 4096, 1024)
 BUILDS += builds("int8", 32, 1024, 3072)
+if RINGS:
+    from modelrunner.kernels.linear.ring import ring_kernel
+
+    LARGE_PRODUCTS = (("add", 4096, 4096), ("gated", 12288, 4096), ("add", 4096, 12288))
+    BUILDS += [build for product in LARGE_PRODUCTS for build in builds(product[0], 32, *product[1:], rings=True)]
 
 
 def fixed_builds(outputs: int, inner: int, dtype: str = "bf16", weight: str = "") -> list[Build]:

@@ -9,14 +9,28 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from modelrunner.kernels.linear.gemv import gemv_kernel
-from modelrunner.kernels.linear.plan import Gemv, Several, Stream, Tiles
+from modelrunner.kernels.linear.plan import AnyTiles, Gemv, Ring, Several, Stream, Tiles
 from modelrunner.kernels.linear.several import WARP, several_kernel
 from modelrunner.kernels.linear.stream import stream_kernel
 from modelrunner.kernels.linear.tiles import sum_kernel, tile_kernel
 from modelrunner.kernels.norm.rows import rms_norm
 from modelrunner.kernels.pdl import hopper, pdl
 
-SUM_BLOCK, SUM_WARPS = 128, 1  # columns and warps of a program of `sum_kernel`
+TRIED = (3, 6), (3, 9)  # first and last version of Triton whose Gluon `ring_kernel` was compiled by: it is experimental
+try:
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as RingDescriptor
+
+    from modelrunner.kernels.linear.ring import ring_kernel
+except (ImportError, AttributeError):
+    RINGS = False
+else:
+    RINGS = TRIED[0] <= tuple(int(part) for part in triton.__version__.split(".")[:2]) <= TRIED[1]
+
+SUM_BLOCK, SUM_WARPS = 128, 1  # columns and warps of a program of `sum_kernel`,
+SUM_MANY = (
+    2**18
+)  # and four times as many each where there are more sums: more programs would not all find a place beside the next product's
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +47,7 @@ class Extras:
 PLAIN = Extras()
 
 
-def run(tiles: Gemv | Several | Tiles | Stream, x: torch.Tensor, weight: torch.Tensor, extras: Extras = PLAIN) -> torch.Tensor:
+def run(tiles: AnyTiles, x: torch.Tensor, weight: torch.Tensor, extras: Extras = PLAIN) -> torch.Tensor:
     """residual + act(scale * (norm(x) @ weight.T)). x: [T, K], T >= 1; rows of x and of the residual may be strided, weight is contiguous.
 
     Returns [T, N] in x's dtype; for a gated activation weight is [2N, K], gate rows first.
@@ -43,6 +57,11 @@ def run(tiles: Gemv | Several | Tiles | Stream, x: torch.Tensor, weight: torch.T
     if isinstance(tiles, Gemv):
         return _run_gemv(tiles, x, weight, extras)
     return _run_tiles(tiles, x, weight, extras)
+
+
+def sum_shape(rows: int, outputs: int) -> tuple[int, int]:
+    """Columns and warps of a program of `sum_kernel`."""
+    return (SUM_BLOCK, SUM_WARPS) if rows * outputs <= SUM_MANY else (4 * SUM_BLOCK, 4 * SUM_WARPS)
 
 
 def _output(x: torch.Tensor, weight: torch.Tensor, extras: Extras) -> torch.Tensor:
@@ -71,7 +90,7 @@ def _run_several(tiles: Several, x: torch.Tensor, weight: torch.Tensor, extras: 
     return out
 
 
-def _run_tiles(tiles: Tiles | Stream, x: torch.Tensor, weight: torch.Tensor, extras: Extras) -> torch.Tensor:
+def _run_tiles(tiles: Tiles | Stream | Ring, x: torch.Tensor, weight: torch.Tensor, extras: Extras) -> torch.Tensor:
     if extras.norm is not None and not (isinstance(tiles, Tiles) and tiles.fused_norm):
         x, extras = rms_norm(x, extras.norm, extras.eps), replace(extras, norm=None)
     out, split = _output(x, weight, extras), tiles.split
@@ -81,17 +100,25 @@ def _run_tiles(tiles: Tiles | Stream, x: torch.Tensor, weight: torch.Tensor, ext
     parts = torch.empty((split, x.shape[0], weight.shape[0]), dtype=torch.float32, device=x.device)
     _launch(tiles, x, weight, replace(extras, residual=None), None, parts)
     (rows, outputs), inner, residual = out.shape, x.shape[1], extras.residual
-    sum_kernel[(rows, triton.cdiv(outputs, SUM_BLOCK))](
+    block, warps = sum_shape(rows, outputs)
+    sum_kernel[(rows, triton.cdiv(outputs, block))](
         parts, None if extras.norm is None else x, extras.scale, residual, out, rows, outputs, x.stride(0), _stride(residual), extras.eps,
-        K=inner, BLOCK_K=triton.next_power_of_2(inner), BLOCK=SUM_BLOCK, SPLIT=split, ACT=extras.act, num_warps=SUM_WARPS, **pdl(x),
+        K=inner, BLOCK_K=triton.next_power_of_2(inner), BLOCK=block, SPLIT=split, ACT=extras.act, num_warps=warps, **pdl(x),
     )  # fmt: skip
     return out
 
 
 def _launch(
-    tiles: Tiles | Stream, x: torch.Tensor, weight: torch.Tensor, extras: Extras, out: torch.Tensor | None, parts: torch.Tensor | None
+    tiles: Tiles | Stream | Ring,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    extras: Extras,
+    out: torch.Tensor | None,
+    parts: torch.Tensor | None,
 ) -> None:
-    if isinstance(tiles, Stream):
+    if isinstance(tiles, Ring):
+        _launch_ring(tiles, x, weight, extras, out, parts)
+    elif isinstance(tiles, Stream):
         _launch_stream(tiles, x, weight, extras, out, parts)
     else:
         _launch_tiles(tiles, x, weight, extras, out, parts)
@@ -128,6 +155,25 @@ def _launch_stream(
         K=x.shape[1], BT=tiles.bt, BN=tiles.bn, BK=tiles.bk, SPLIT=tiles.split, ACT=extras.act,
         AHEAD=tiles.ahead if dependent["PDL"] else 0, EARLY=tiles.early, num_warps=tiles.warps, num_stages=tiles.stages, **dependent,
     )  # fmt: skip
+
+
+def _launch_ring(
+    tiles: Ring, x: torch.Tensor, weight: torch.Tensor, extras: Extras, out: torch.Tensor | None, parts: torch.Tensor | None
+) -> None:
+    """As `_launch_stream`."""
+    (rows, inner), outputs, residual = x.shape, weight.shape[0] // (2 if extras.act else 1), extras.residual
+    if x.stride(0) * x.element_size() % 16 or x.data_ptr() % 16:
+        x = x.contiguous()
+    ring_kernel[(triton.cdiv(rows, tiles.bt), triton.cdiv(outputs, tiles.bn), tiles.split)](
+        _ring_blocks(x, tiles.bt, tiles.bk), _ring_blocks(weight, tiles.bn, tiles.bk), residual, out, parts, rows, outputs,
+        _stride(residual), ACT=extras.act, STEPS=inner // (tiles.bk * tiles.split), W_SLOTS=tiles.w_slots, X_SLOTS=tiles.x_slots,
+        num_warps=tiles.warps, maxnreg=tiles.registers, **pdl(x),
+    )  # fmt: skip
+
+
+def _ring_blocks(matrix: torch.Tensor, rows: int, columns: int) -> RingDescriptor:
+    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    return RingDescriptor(matrix, [*matrix.shape], [matrix.stride(0), 1], [rows, columns], layout)
 
 
 def _blocks(matrix: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:

@@ -17,6 +17,8 @@ HELD = 2**17  # bytes of weights that a program holds in shared memory
 STREAMS = 90  # programs that keep memory busy, each with a full pipeline,
 PROCESSORS = 132  # and as many as there may be of them
 PIPELINE = 224_000  # bytes of shared memory for it
+RING = 230_000  # the same for rings,
+RING_ROWS = range(16, 33)  # which pay for so many rows
 HEAD = 2**16  # outputs of a product that is the model's head
 
 
@@ -86,14 +88,36 @@ class Stream:
         return replace(self, stages=min(8, max(2, room)), ahead=max(256, self.bk), early=0)
 
 
+@dataclass(frozen=True)
+class Ring:
+    """Tiles of `ring_kernel`: as in `Tiles`; `warps` multiply, two more ask for weights and input.
+
+    w_slots, x_slots: tiles of weights (with gate and up, pairs) and of x that shared memory has room for. registers: of a thread, when a
+    program starts.
+    """
+
+    bt: int
+    bn: int
+    bk: int
+    split: int
+    warps: int
+    w_slots: int
+    x_slots: int
+    registers: int
+
+
+AnyTiles = Gemv | Several | Tiles | Stream | Ring
+
+
 @cache
 def plan(
-    rows: int, outputs: int, inner: int, bits: int, gated: bool, norm: bool, half: bool, streams: bool = True
-) -> Gemv | Several | Tiles | Stream | None:
+    rows: int, outputs: int, inner: int, bits: int, gated: bool, norm: bool, half: bool, streams: bool = True, rings: bool = False
+) -> AnyTiles | None:
     """None: the vendor's library, with norm and activation in launches of their own.
 
     outputs: of the product (of gate and up each, if gated). bits: of x's type. half: x is float16, whose range is too small for
     x * norm weight without 1 / rms. streams: weights are of x's type, and the device copies tiles by itself (compute capability 9.0 on).
+    rings: besides, it is Hopper, and Triton has a Gluon that `ring_kernel` is written for.
     """
     if inner % 16 or outputs < 16:
         return None
@@ -107,7 +131,8 @@ def plan(
         return _many(rows, outputs, inner, gated) if streams and rows in MANY_ROWS and weights in MANY else None
     if weights >= LARGE:
         if streams and outputs < HEAD:
-            return _stream(rows, outputs, inner, gated)
+            tiles = _ring(rows, outputs, inner, gated) if rings and rows in RING_ROWS else None
+            return tiles or _stream(rows, outputs, inner, gated)
         return None if norm else _large(rows, outputs, inner, streams)
     if streams and norm and not gated and 32 < rows <= 64 and 60 <= outputs // 64 <= PROCESSORS and inner % 128 == 0:
         return Stream(64, 64, 128, 1, 4, 6, 256)
@@ -161,6 +186,24 @@ def _stream(rows: int, outputs: int, inner: int, gated: bool, least: int = STREA
     while bk > 64 and room < 3 * 2 * bk * (64 * pair + bt):
         bk //= 2
     return Stream(bt, 64, bk, split, 4, max(2, min(8, room // (2 * bk * (64 * pair + bt)))), 256)
+
+
+def _ring(rows: int, outputs: int, inner: int, gated: bool) -> Ring | None:
+    """For weights as in `_stream`, where it is the faster: gate and up in tall tiles, and products in parts of K.
+
+    Its buffers fill shared memory.
+    """
+    bt = _rows_of_tile(rows)
+    if gated:
+        bn, bk, split = 128, 128, 1
+    else:
+        bn, bk = 64, 256
+        split = next((n for n in (1, 2, 3, 4, 6, 8) if outputs // bn * n >= STREAMS), 1)
+    if outputs % bn or inner % (bk * split) or not STREAMS <= outputs // bn * split <= PROCESSORS or (split == 1) != gated:
+        return None
+    weights, x = 2 * bk * bn * (2 if gated else 1), 2 * bk * bt
+    x_slots = min(4, RING // (weights + x))
+    return Ring(bt, bn, bk, split, 4, (RING - x_slots * x) // weights, x_slots, 104 if gated else 64)
 
 
 def _many(rows: int, outputs: int, inner: int, gated: bool) -> Stream | None:

@@ -8,11 +8,11 @@ import torch
 from torch.nn.functional import linear
 
 from modelrunner.kernels.activation.gated import GELU_TANH, SILU, gelu_tanh_mul, silu_mul
-from modelrunner.kernels.linear.launch import PLAIN, Extras, run
-from modelrunner.kernels.linear.plan import MANY_ROWS, Gemv, Stream, Tiles, added, plan
+from modelrunner.kernels.linear.launch import PLAIN, RINGS, Extras, run
+from modelrunner.kernels.linear.plan import MANY_ROWS, AnyTiles, added, plan
 from modelrunner.kernels.linear.reference import int8_matmul as reference_int8_matmul
 from modelrunner.kernels.norm.rows import rms_norm
-from modelrunner.kernels.pdl import pdl
+from modelrunner.kernels.pdl import hopper, pdl
 
 ACTIVATIONS: dict[str, tuple[int, Callable[[torch.Tensor], torch.Tensor]]] = {
     "silu_mul": (SILU, silu_mul),
@@ -20,13 +20,14 @@ ACTIVATIONS: dict[str, tuple[int, Callable[[torch.Tensor], torch.Tensor]]] = {
 }
 
 
-def _choose(x: torch.Tensor, weight: torch.Tensor, outputs: int, gated: bool, norm: bool) -> Gemv | Tiles | Stream | None:
+def _choose(x: torch.Tensor, weight: torch.Tensor, outputs: int, gated: bool, norm: bool) -> AnyTiles | None:
     """Tiles for x [T, K], or None for the vendor's library."""
     rows = x.shape[0]
     if rows >= MANY_ROWS.stop or rows == 0 or x.stride(1) != 1 or not weight.is_contiguous():
         return None
     streams = weight.dtype == x.dtype and weight.data_ptr() % 16 == 0 and (not x.is_cuda or pdl(x)["PDL"])
-    return plan(rows, outputs, x.shape[1], 8 * x.element_size(), gated, norm, x.dtype == torch.float16, streams)
+    rings = RINGS and streams and hopper(x)
+    return plan(rows, outputs, x.shape[1], 8 * x.element_size(), gated, norm, x.dtype == torch.float16, streams, rings)
 
 
 def matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -39,7 +40,7 @@ def matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return out if x.dim() == 2 else out.view(*x.shape[:-1], -1)
 
 
-def _choose_added(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> Gemv | Tiles | Stream | None:
+def _choose_added(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> AnyTiles | None:
     """`_choose` for a product that is added to a residual."""
     tiles = _choose(x, weight, weight.shape[0], False, False) if residual.stride(-1) == 1 else None
     if tiles is None and x.stride(1) == residual.stride(-1) == 1 and weight.is_contiguous() and x.dtype == weight.dtype:

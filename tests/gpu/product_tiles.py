@@ -6,10 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product as product_of
 
-from modelrunner.kernels.linear.plan import Gemv, Several, Stream, Tiles, plan
+import torch
+
+from modelrunner.kernels.linear.launch import RINGS as HAS_RINGS
+from modelrunner.kernels.linear.plan import Gemv, Ring, Several, Stream, Tiles, plan
 
 BYTES_PER_US = 4.29e6
-Config = Gemv | Several | Tiles | Stream | None
+Config = Gemv | Several | Tiles | Stream | Ring | None
+RINGS = (115_500, 230_000)  # the same for rings
 SHARED = (112_000, 224_000)  # bytes of shared memory that a program's pipeline may fill: with two programs a multiprocessor, and with one
 
 
@@ -119,6 +123,26 @@ def several(product: Product, rows: int) -> Iterator[Several]:
             yield Several(times, c, warps)
 
 
+def rings(product: Product, rows: int) -> Iterator[Ring]:
+    """Rings that fill half of the shared memory, so that the next product's stand beside them, or all of it."""
+    pair = 2 if product.kind == "gated" else 1
+    for bt in {min(top, max(16, 1 << (rows - 1).bit_length())) for top in (128, 256)}:
+        for (bn, warps), bk in product_of(((64, 4), (128, 4), (128, 8)), (64, 128, 256)):
+            sums = pair * bn * bt // (warps * 32)
+            if sums > 128 or (warps == 8 and bt < 64) or bk * bt > 2**14 or (bk == 64 and bt < 128 and pair == 1):
+                continue
+            for split, shared in product_of((1, 2, 3, 4, 6, 8), RINGS):
+                programs = product.outputs // bn * split * -(-rows // bt)
+                if product.inner % (bk * split) or not 90 <= programs <= 264:
+                    continue
+                weights, x = 2 * pair * bn * bk, 2 * bt * bk
+                x_slots = min(4, max(2, shared // (weights + x))) if bt < 128 else shared // (weights + x)
+                w_slots = min(12, (shared - x_slots * x) // weights)
+                if x_slots >= 2 <= w_slots:
+                    registers = (64 if sums <= 32 else 104 if sums <= 64 else 160) if warps == 8 or sums <= 64 else 168
+                    yield Ring(bt, bn, bk, split, warps, w_slots, x_slots, registers)
+
+
 def heads(rows: int) -> list[Config]:
     """For a head: many more programs than run at once."""
     if rows <= 4:
@@ -168,7 +192,8 @@ def variants(config: Config, product: Product) -> list[Config]:
 
 
 def default(product: Product, rows: int) -> Config:
-    return plan(rows, product.outputs, product.inner, 16, product.kind == "gated", product.kind in ("norm", "gated"), False)
+    rings = HAS_RINGS and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+    return plan(rows, product.outputs, product.inner, 16, product.kind == "gated", product.kind in ("norm", "gated"), False, rings=rings)
 
 
 def short(config: Config) -> str:
@@ -181,5 +206,8 @@ def short(config: Config) -> str:
     if isinstance(config, Stream):
         first = f"early {config.early}" if config.early else f"a{config.ahead}"
         return f"stream {config.bn}x{config.bk}/{config.split} t{config.bt} w{config.warps} s{config.stages} {first}"
+    if isinstance(config, Ring):
+        shape = f"{config.bn}x{config.bk}/{config.split} t{config.bt} w{config.warps}"
+        return f"ring {shape} s{config.w_slots}+{config.x_slots} r{config.registers}"
     marks = ("" if config.fused_norm else " norm apart") + ("" if config.warm else " cold")
     return f"tile {config.bn}x{config.bk}/{config.split} t{config.bt} w{config.warps} s{config.stages}{marks}"

@@ -66,6 +66,12 @@ build = next(build for build in BUILDS if build.constexprs.get("EARLY"))
 sass = compile_build(build, 90).sass()
 print(0 < sass.find("UTMALDG") < sass.find("ACQBULK"))
 """
+IN_A_ROW = """
+from modelrunner.kernels.builds import compile_build
+from modelrunner.kernels.linear.gpu import BUILDS
+rings = [compile_build(build, 90).sass() for build in BUILDS if build.kernel.__name__ == "ring_kernel"]
+print(all(2 * sass.count("WARPGROUP.DEPBAR") < sass.count("HGMMA") for sass in rings))
+"""
 MADE_SMALLER = """
 import re
 from modelrunner.kernels.attention.gpu import BUILDS
@@ -77,9 +83,12 @@ print(bool(re.search(r"H(MUL2|FMA2)\\.BF16", sass)) and not re.search(r"H(MUL2|F
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("code", [FETCHED_AHEAD, WEIGHTS_AHEAD, MADE_SMALLER], ids=["keys", "weights", "queries in half"])
+@pytest.mark.parametrize(
+    "code", [FETCHED_AHEAD, WEIGHTS_AHEAD, IN_A_ROW, MADE_SMALLER], ids=["keys", "weights", "products in a row", "queries in half"]
+)
 def test_machine_code(code: str) -> None:
-    """Keys and weights are on their way to shared memory before the wait for the kernel before; queries become small, then float16."""
+    """Keys and weights are on their way to shared memory before the wait for the kernel before; products of a step do not wait for each
+    other; queries become small, then float16."""
     pytest.importorskip("triton")
     environ = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-P", "-c", code], env=environ, capture_output=True, text=True)

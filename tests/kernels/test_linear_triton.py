@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 from modelrunner.kernels.linear import launch
 from modelrunner.kernels.linear.gpu import BUILDS, OVERRIDES
 from modelrunner.kernels.linear.launch import Extras
-from modelrunner.kernels.linear.plan import Gemv, Several, Stream, Tiles, added, plan
+from modelrunner.kernels.linear.plan import Gemv, Ring, Several, Stream, Tiles, added, plan
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 # The chain rounds its intermediate results; the fused form does not.
@@ -169,6 +169,11 @@ def test_the_kernels_depend_on_shapes_alone() -> None:
     assert plan(32, 6144, 4096, 16, False, True, False) == Stream(32, 64, 256, 1, 4, 4, 256)
     assert plan(32, 6144, 4096, 16, False, True, False, streams=False) is None
     assert isinstance(plan(32, 4096, 12288, 16, False, False, False, streams=False), Tiles)
+    assert plan(32, 4096, 4096, 16, False, False, False, rings=True) == Ring(32, 64, 256, 2, 4, 5, 4, 64)
+    assert plan(17, 12288, 4096, 16, True, True, False, rings=True) == Ring(32, 128, 128, 1, 4, 3, 3, 104)
+    assert isinstance(plan(32, 6144, 4096, 16, False, True, False, rings=True), Stream)
+    assert plan(16, 4096, 4096, 16, False, False, False, rings=True) == Ring(16, 64, 256, 2, 4, 6, 4, 64)
+    assert all(isinstance(plan(rows, 4096, 4096, 16, False, False, False, rings=True), Stream) for rows in (15, 33))
     half = plan(8, 4096, 1024, 16, False, True, True)
     assert isinstance(half, Tiles)
     assert not half.fused_norm
@@ -211,6 +216,25 @@ def test_a_stream_fits_in_shared_memory() -> None:
             assert way.stages >= (3 if way == tiles else 2)
         assert outputs // tiles.bn * tiles.split * -(-rows // tiles.bt) >= 90
         assert inner % (tiles.bk * tiles.split) == 0
+
+
+def test_a_ring_fits_in_shared_memory() -> None:
+    """With programs enough to keep memory busy, one a multiprocessor; other shapes have a stream."""
+    shapes = [(4096, 4096), (4096, 12288), (12288, 4096), (8192, 8192), (5120, 25600), (2048, 16384), (6144, 4096), (5000, 4096)]
+    found = []
+    for outputs, inner in shapes:
+        for gated in (False, True):
+            tiles = plan(32, outputs, inner, 16, gated, gated, False, rings=True)
+            if isinstance(tiles, Ring):
+                found.append((outputs, inner, gated))
+                held = tiles.bk * (tiles.bn * (1 + gated) * tiles.w_slots + tiles.bt * tiles.x_slots)
+                assert 2 * held + 16 * (tiles.w_slots + tiles.x_slots) <= 232_448
+                assert min(tiles.w_slots, tiles.x_slots) >= 2
+                assert 90 <= outputs // tiles.bn * tiles.split <= 132
+                assert outputs % tiles.bn == inner % (tiles.bk * tiles.split) == 0
+            else:
+                assert isinstance(tiles, Stream)
+    assert {(4096, 4096, False), (4096, 12288, False), (12288, 4096, True)} <= set(found)
 
 
 def test_a_device_without_dependent_launches_has_a_pipeline() -> None:

@@ -1,0 +1,92 @@
+"""Products by rings, which no interpreter runs, against float64 and against the kernel that takes their place elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from modelrunner.kernels.activation.reference import silu_mul
+from modelrunner.kernels.linear import launch
+from modelrunner.kernels.linear.launch import Extras
+from modelrunner.kernels.linear.plan import Ring, Stream
+from modelrunner.kernels.norm.reference import rms_norm
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9"),
+    pytest.mark.skipif(not launch.RINGS, reason="rings are not written for this Triton's Gluon"),
+]
+
+RINGS = [
+    Ring(16, 64, 128, 1, 4, 5, 4, 64),
+    Ring(32, 64, 256, 2, 4, 2, 2, 64),
+    Ring(32, 128, 64, 4, 4, 3, 2, 104),
+    Ring(64, 64, 64, 2, 4, 2, 3, 104),
+    Ring(128, 128, 64, 1, 8, 3, 2, 160),
+]
+
+
+@pytest.fixture(autouse=True)
+def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every buffer that a launcher takes is NaN: what a kernel does not write is seen."""
+    monkeypatch.setattr(torch, "empty", lambda *size, **kw: torch.full(*size, float("nan"), **kw))
+
+
+def noise(*shape: int, scale: float = 1.0) -> torch.Tensor:
+    return (torch.randn(shape, device="cuda") * scale).bfloat16()
+
+
+def product(x: torch.Tensor, weight: torch.Tensor, extras: Extras) -> torch.Tensor:
+    """The same in float64."""
+    wide = x.double()
+    if extras.norm is not None:
+        wide = rms_norm(wide, extras.norm.double(), extras.eps)
+    out = wide @ weight.double().T
+    out = silu_mul(out) if extras.act else out
+    return out if extras.residual is None else out + extras.residual.double()
+
+
+@pytest.mark.parametrize("rows", [1, 15, 32, 100, 200])
+@pytest.mark.parametrize("kind", ["plain", "norm", "add", "gated"])
+@pytest.mark.parametrize("tiles", RINGS, ids=str)
+def test_rings(tiles: Ring, kind: str, rows: int) -> None:
+    """Few steps and many, more rows than a tile has, outputs that fill no last tile, input and residual that are slices."""
+    for outputs, inner in ((256, 1024), (416, 2560)):
+        x, residual = noise(rows, inner + 64)[:, 64:], noise(rows, outputs + 8)[:, 8:]
+        weight = noise(outputs * (2 if kind == "gated" else 1), inner, scale=inner**-0.5)
+        norm = 1 + noise(inner, scale=0.2) if kind in ("norm", "gated") else None
+        extras = Extras(norm=norm, eps=1e-5, act=int(kind == "gated"), residual=residual if kind == "add" else None)
+        want = product(x, weight, extras)
+        got = launch.run(tiles, x, weight, extras)
+        assert float((got.double() - want).norm() / want.norm()) < 6e-3
+        stream = launch.run(Stream(min(tiles.bt, 64), 64, 64, tiles.split, 4, 3), x, weight, extras)
+        assert float((got.double() - stream.double()).norm() / want.norm()) < 6e-3
+
+
+def test_a_chain_in_a_graph_is_the_same_each_time() -> None:
+    """Weights of the next product are on their way while one still runs; what it reads as input must have been written."""
+    weights = [noise(1024, 1024, scale=0.03) for _ in range(12)]
+    x, out = noise(32, 1024), torch.zeros(32, 1024, dtype=torch.bfloat16, device="cuda")
+
+    def chain() -> None:
+        y = x
+        for place, weight in enumerate(weights):
+            y = launch.run(replace(RINGS[1], split=1 + place % 2), y, weight, Extras(residual=x))
+        out.copy_(y)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        chain()
+    torch.cuda.synchronize()
+    want, graph = out.clone(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        chain()
+    for _ in range(50):
+        out.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(out, want)
