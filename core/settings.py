@@ -194,6 +194,11 @@ def merge_sections(answers: Iterable[tuple[str, Sections | None]]) -> dict[str, 
     owners: dict[str, str] = {}
     for plugin, sections in answers:
         for name, kind in (sections or {}).items():
+            if not (isinstance(kind, type) and issubclass(kind, Section)):
+                raise SettingsError(
+                    f"plugin {plugin} declares the settings section {name!r} as {kind!r}; it must be a subclass of "
+                    "modelrunner.settings.Section. Repair the plugin, or leave it out"
+                )
             if name in merged and merged[name] is not kind:
                 raise SettingsError(f"plugins {owners[name]} and {plugin} both declare the settings section {name!r}; disable one of them")
             merged[name] = kind

@@ -99,10 +99,10 @@ class Watch:
             try:
                 for event in events:
                     method(event)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 self._drop(plugin, observer, method.__name__, error)
 
-    def _drop(self, plugin: str, observer: Observer, method: str, error: Exception) -> None:
+    def _drop(self, plugin: str, observer: Observer, method: str, error: BaseException) -> None:
         for listeners in (self._on_step, self._on_start, self._on_finish):
             listeners[:] = [listener for listener in listeners if listener[1] is not observer]
         self._observers = [pair for pair in self._observers if pair[1] is not observer]
@@ -120,7 +120,7 @@ class Watch:
         for plugin, observer in observers:
             try:
                 observer.close()
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 self._drop(plugin, observer, "close", error)
 
 

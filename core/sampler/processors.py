@@ -50,7 +50,8 @@ class ProcessorRegistry:
     def __call__(self, processor: LogitsProcessor) -> None:
         if not isinstance(processor, LogitsProcessor):
             raise PluginError(
-                f"plugin {self.plugin!r} registers {kind_of(processor)} as a logits processor; an object of a LogitsProcessor"
+                f"plugin {self.plugin!r} registers {kind_of(processor)} as a logits processor; accepted: an instance of a subclass "
+                "of modelrunner.logits_processors.LogitsProcessor"
             )
         name = processor.name
         if not isinstance(name, str) or not name.isidentifier() or name == FUNCTIONS:

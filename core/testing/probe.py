@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -182,3 +182,22 @@ class EngineProbe:
                     cache[pages] = torch.nan
 
         self.engine.assembly.device.launch(fill)
+
+
+def run_together(
+    driver: Driver, requests: Sequence[tuple[list[int], SamplingParams]], preempt_after: int | None = None
+) -> list[list[int]]:  # fmt: skip
+    """Output tokens of requests that run together, after which the engine must be clean. preempt_after: steps, after which each request
+    that runs is preempted once; None for no preemption."""
+    probe = EngineProbe(driver)
+    for i, (prompt, params) in enumerate(requests):
+        driver.add(str(i), prompt, params)
+    if preempt_after is not None:
+        for _ in range(preempt_after):
+            driver.step()
+        probe.drain()
+        for name in [name for name in driver.engine.requests if probe.row_of(name) >= 0]:
+            probe.preempt(name)
+    driver.finish()
+    probe.assert_clean()
+    return [list(driver.result(str(i)).token_ids) for i in range(len(requests))]

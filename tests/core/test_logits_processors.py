@@ -156,7 +156,7 @@ class NotOne:
         ((Shift(), Shift()), "both register the logits processor 'shift'; rename one"),
         ((Shift("two words"),), "with the name 'two words'; accepted: a Python identifier"),
         ((Shift("functions"),), "with the name 'functions'"),
-        ((NotOne(),), "registers a NotOne as a logits processor"),
+        ((NotOne(),), "registers a NotOne as a logits processor; accepted: an instance of a subclass of modelrunner"),
         ([Shift(f"p{i}") for i in range(21)], "'p20'; an engine holds at most 20"),
     ],
 )

@@ -135,15 +135,16 @@ def test_reports_are_told_after_the_next_launch() -> None:
     assert order == ["launch 0", "launch 1", "launch 2", "told 0", "launch 3", "told 1", "told 2", "told 3"]
 
 
-def test_an_observer_that_raises_harms_nobody() -> None:
+@pytest.mark.parametrize("kind", [ZeroDivisionError, SystemExit])
+def test_an_observer_that_raises_harms_nobody(kind: type[BaseException]) -> None:
     class Broken(Log):
         def on_step(self, report: StepReport) -> None:
-            raise ZeroDivisionError("no")
+            raise kind("no")
 
     broken, log = Broken(), Log()
     run = driver(broken, log, depth=2)
     run.add("a", P(20, 1), GREEDY)
-    with pytest.warns(PluginWarning, match=r"observer Broken of plugin .*Watches.* raised in on_step: ZeroDivisionError: no"):
+    with pytest.warns(PluginWarning, match=rf"observer Broken of plugin .*Watches.* raised in on_step: {kind.__name__}: no"):
         run.finish()
     assert_same(dense(), P(20, 1), GREEDY, run.result("a"))
     assert len(log.of(StepReport)) == 6

@@ -24,17 +24,6 @@ from modelrunner.settings import (
 )
 from modelrunner.settings_sources import section_type, setting_paths
 
-
-@pytest.fixture
-def toml(tmp_path: Path) -> Any:
-    def write(text: str) -> Path:
-        path = tmp_path / "settings.toml"
-        path.write_text(text, encoding="utf-8")
-        return path
-
-    return write
-
-
 # ---- the tree ------------------------------------------------------------------------------------------------------------
 
 

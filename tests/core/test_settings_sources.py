@@ -243,3 +243,7 @@ def test_two_owners_of_a_section_are_named() -> None:
     assert merge_sections([("a", {"acme": Acme}), ("b", None), ("c", {"other": Inner})]) == {"acme": Acme, "other": Inner}
     with pytest.raises(SettingsError, match="plugins a and b both declare the settings section 'acme'"):
         merge_sections([("a", {"acme": Acme}), ("b", {"acme": Inner})])
+    with pytest.raises(
+        SettingsError, match=r"plugin d declares the settings section 'odd' as <class 'int'>; .*modelrunner\.settings\.Section"
+    ):
+        merge_sections([("d", {"odd": int})])  # type: ignore[dict-item]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,9 @@ from modelrunner.testing import ByteTokenizerPlugin, tiny_dense
 from modelrunner.testing.tiny import DENSE
 from modelrunner.weights import WeightMap
 
-gguf = pytest.importorskip("gguf")
+pytest.importorskip("gguf")
+from gguf_files import begun, ended
+
 OWN = {"post_attention_layernorm": "ffn_own_norm"}
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
@@ -50,23 +53,10 @@ class Acme:
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny dense checkpoint as GGUF, under the architecture acme."""
     path = tmp_path_factory.mktemp("acme") / "acme.gguf"
-    writer = gguf.GGUFWriter(path, "acme")
-    writer.add_context_length(DENSE["max_position_embeddings"])
-    writer.add_embedding_length(DENSE["hidden_size"])
-    writer.add_block_count(DENSE["num_hidden_layers"])
-    writer.add_feed_forward_length(DENSE["intermediate_size"])
-    writer.add_head_count(DENSE["num_attention_heads"])
-    writer.add_head_count_kv(DENSE["num_key_value_heads"])
-    writer.add_key_length(DENSE["head_dim"])
-    writer.add_layer_norm_rms_eps(DENSE["rms_norm_eps"])
-    writer.add_rope_freq_base(DENSE["rope_theta"])
-    writer.add_vocab_size(DENSE["vocab_size"])
+    writer = begun(path, "acme", SimpleNamespace(**DENSE), DENSE["rope_theta"])
     for name, tensor in load_file(next(tiny_dense().glob("*.safetensors"))).items():
         writer.add_tensor(gguf_name(name, OWN), tensor)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    ended(writer)
     return path
 
 

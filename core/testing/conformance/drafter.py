@@ -13,7 +13,7 @@ from modelrunner.request import SamplingParams
 from modelrunner.speculation import Drafter, DraftStep
 from modelrunner.testing.conformance.values import guarded
 from modelrunner.testing.drive import Driver
-from modelrunner.testing.probe import EngineProbe
+from modelrunner.testing.probe import run_together
 from modelrunner.testing.prompts import P, R
 from modelrunner.testing.reference import assert_tokens
 from modelrunner.testing.subjects import Subject, dense
@@ -88,18 +88,7 @@ class DrafterConformance:
 
     def tokens(self, driver: Driver, requests: Sequence[tuple[list[int], SamplingParams]], preempt: bool = False) -> list[list[int]]:
         """Output tokens of the requests, run together; with `preempt`, each that runs is preempted once on the way."""
-        probe = EngineProbe(driver)
-        for i, (prompt, params) in enumerate(requests):
-            driver.add(str(i), prompt, params)
-        if preempt:
-            for _ in range(4):
-                driver.step()
-            probe.drain()
-            for name in [name for name in driver.engine.requests if probe.row_of(name) >= 0]:
-                probe.preempt(name)
-        driver.finish()
-        probe.assert_clean()
-        return [list(driver.result(str(i)).token_ids) for i in range(len(requests))]
+        return run_together(driver, requests, 4 if preempt else None)
 
     def assert_plain(self, found: Sequence[list[int]]) -> None:
         """The outputs of `requests` are those without a drafter, up to a near-tie."""

@@ -14,7 +14,7 @@ from modelrunner.errors import RequestError
 from modelrunner.request import Request, SamplingParams
 from modelrunner.sampler import Processors
 from modelrunner.testing.drive import Driver
-from modelrunner.testing.probe import EngineProbe
+from modelrunner.testing.probe import EngineProbe, run_together
 from modelrunner.testing.prompts import P
 from modelrunner.testing.script_drafter import DRAFTER_NAME, ScriptDrafterPlugin
 from modelrunner.testing.subjects import Subject, dense
@@ -76,18 +76,7 @@ class LogitsProcessorConformance:
 
     def tokens(self, driver: Driver, requests: Sequence[tuple[list[int], SamplingParams]], preempt: bool = False) -> list[list[int]]:
         """Output tokens of the requests, run together; with `preempt`, each that runs is preempted once on the way."""
-        probe = EngineProbe(driver)
-        for i, (prompt, params) in enumerate(requests):
-            driver.add(str(i), prompt, params)
-        if preempt:
-            for _ in range(6):
-                driver.step()
-            probe.drain()
-            for name in [name for name in driver.engine.requests if probe.row_of(name) >= 0]:
-                probe.preempt(name)
-        driver.finish()
-        probe.assert_clean()
-        return [list(driver.result(str(i)).token_ids) for i in range(len(requests))]
+        return run_together(driver, requests, 6 if preempt else None)
 
     def alone(self) -> list[list[int]]:
         """What each request gives alone, without steps in flight; found once a class."""

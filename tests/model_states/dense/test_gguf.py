@@ -12,6 +12,7 @@ from modelrunner.checkpoint import GGUFReader
 from modelrunner.plugins.demo_model import demo_file
 
 gguf = pytest.importorskip("gguf")
+from gguf_files import begun, ended  # noqa: E402  needs gguf
 
 
 @pytest.mark.slow
@@ -45,17 +46,7 @@ def write_gguf(path, arch, state, config, *, divisors=None, kind=None, **extra):
     """Write a transformers state dict as the converter does. kind: quantisation of the projections, None for float32."""
     from modelrunner.model_states.common.gguf import gguf_name
 
-    writer = gguf.GGUFWriter(path, arch)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_token_list([f"t{i}" for i in range(config.vocab_size)])
+    writer = begun(path, arch, config, config.rope_parameters["rope_theta"])
     for name, value in extra.items():
         getattr(writer, name)(value)
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
@@ -70,10 +61,7 @@ def write_gguf(path, arch, state, config, *, divisors=None, kind=None, **extra):
             writer.add_tensor(gguf_name(name), np.ascontiguousarray(array))
     if divisors is not None:
         writer.add_tensor("rope_freqs.weight", divisors)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    ended(writer)
     return path
 
 

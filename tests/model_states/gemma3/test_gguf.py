@@ -19,6 +19,7 @@ from tests.model_states.dense.oracle import assert_greedy
 from tests.model_states.gemma3.test_conformance import TINY
 
 gguf = pytest.importorskip("gguf")
+from gguf_files import begun, ended  # noqa: E402  needs gguf
 
 # As files are: scores scaled by the head size, every sixth layer full.
 FIELDS = {name: value for name, value in TINY.items() if name not in ("model_type", "sliding_window_pattern")}
@@ -30,28 +31,15 @@ ROPES = {
 
 def write_file(path: Path, model: torch.nn.Module, config: Any) -> Path:
     """Write a transformers model as the converter does: norms with the one added, no head, no word of the other layers' positions."""
-    writer = gguf.GGUFWriter(path, "gemma3")
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(config.head_dim)
+    writer = begun(path, "gemma3", config, 500.0)
     writer.add_sliding_window(config.sliding_window)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(500.0)
     writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
     writer.add_rope_scaling_factor(4.0)
-    writer.add_token_list([f"t{i}" for i in range(config.vocab_size)])
     for name, tensor in model.state_dict().items():
         if name != "lm_head.weight":
             array = tensor.numpy() + (1.0 if "norm" in name else 0.0)
             writer.add_tensor(gguf_name(name, GGUF_NAMES), np.ascontiguousarray(array, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    ended(writer)
     return path
 
 
