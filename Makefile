@@ -17,7 +17,7 @@ SOURCES = $(shell find core kernels model_states plugins -name '*.py' -o -name p
 .NOTPARALLEL:
 
 help:
-	@echo "make demo    install, and let a small real language model complete a prompt (make demo PROMPT='...')"
+	@echo "make demo    install, and let a small real language model complete a prompt (make demo PROMPT='...' DRAFTER=folder of an EAGLE-3 head)"
 	@echo "make test    install, and check everything in the tree: lint, imports, types, unit"
 	@echo "make lint | imports | types | unit    one part of it"
 	@echo "make gpu     on a machine with a GPU: its tests, then its benchmarks (PARTS='tests small large host sampling startup')"
@@ -27,7 +27,7 @@ help:
 
 demo: $(VENV)/.demo
 	@echo "== the model completes: $$PROMPT"
-	@$(VENV)/bin/modelrunner generate --prompt "$$PROMPT" --temperature 0 --max-tokens 64
+	@$(VENV)/bin/modelrunner generate --prompt "$$PROMPT" --temperature 0 --max-tokens 64 $(DRAFTER:%=--speculation.drafter eagle3 --speculation.model %)
 
 test: lint imports types unit
 

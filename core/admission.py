@@ -245,7 +245,8 @@ class Admission:
         for layout, pages in zip(self._layouts, hit.pages, strict=True):
             idle = int(np.count_nonzero(self._pool.owners[pages] == 0))  # free now, taken by the hit itself
             needed += max(layout.most_pages(tokens, self._chunk) - pages.size, 0) + idle
-        if needed + self._rows.next_growth() <= self._pool.available:
+        spare, num_active = self._pool.available - needed, len(self.holders) - len(self._free_rows) - len(self._leaving)
+        if spare >= self._rows.most_growth(num_active) or spare >= self._rows.next_growth():
             return True
         self._blocked = (entry.request.sequence, self._pool.gains)
         return False
@@ -291,10 +292,9 @@ class Admission:
         self.media.enter(row, request, hit.length)
         for pages in hit.pages:
             self._pool.retain(pages)
-        one, upto, limit = np.array([row], np.int32), np.array([hit.length + chunk], np.int32), np.array([request.limit], np.int32)
         for table in rows.tables:
             table.take_hit(row, hit)
-            table.grow(one, table.lacks(one, upto, limit), self._pool)
+            table.start(row, hit.length + chunk, request.limit, self._pool)
             table.hashed[row] = 0 if entry.keys is None else entry.keys.pages_of(tokens.size, table.tokens_per_page)
             values[f"pages.{table.layout.name}"] = table.pages[row, : table.used[row]].copy()
         values["generation"] = int(rows.generation[row])

@@ -78,8 +78,35 @@ class Assembly:
     media: MediaParts
 
 
-def assemble(arguments: Mapping[str, Any], plugins: Sequence[object] = ()) -> Assembly:
-    """Build everything from settings. Raises a ModelRunnerError that says what was missing or did not fit."""
+@dataclass(frozen=True)
+class Opened:
+    """A model that was chosen, declared its needs and has its weights, before memory is taken for anything else. needs: the model's own."""
+
+    manager: PluginManager
+    settings: RunnerSettings
+    choose: Chooser
+    card: ModelCard
+    tokenizer: Tokenizer | None
+    device: Device
+    ops: Ops
+    dtype: torch.dtype
+    state: ModelState
+    needs: Needs
+    scales: CacheScales
+    max_model_len: int
+    setup: DrafterSetup | None
+
+    @property
+    def info(self) -> ModelInfo:
+        """The model as plugins of taps and processors are told of it."""
+        needs = self.needs
+        tap_points = needs.tap_points if isinstance(self.state.supports("taps"), Yes) else ()
+        sizes = (needs.hidden_size, needs.vocab_size, self.max_model_len)
+        return ModelInfo(self.card, self.settings, tap_points, *sizes, self.dtype, self.device.torch_device)
+
+
+def open_model(arguments: Mapping[str, Any], plugins: Sequence[object]) -> Opened:
+    """Ask the plugins, let the model declare its needs, and read its weights, and those of a drafter."""
     manager = PluginManager.load(plugins)
     settings = settle(arguments, manager)
     manager.warn_failures()
@@ -92,58 +119,44 @@ def assemble(arguments: Mapping[str, Any], plugins: Sequence[object] = ()) -> As
     dtype = model_dtype(settings, device)
     state_type: type[ModelState] = choose("model_state", card=card, settings=settings)
     cache_dtype = cache_type(settings, dtype)
-    with blaming(f"model_state {choose.chosen['model_state']}"):
+    with blaming(f"model_state {choose.chosen['model_state']}", choose.passed_over["model_state"]):
         state = state_type(card, settings)
         needs = checked_needs(state, card, settings)
         check_cache(settings, device, needs, dtype)
         scales = CacheScales(needs.cache_groups, cache_dtype, device.torch_device)
     max_model_len = min(settings.model.max_model_len or needs.max_model_len, needs.max_model_len)
     setup = set_up_drafter(choose, card, state, needs, max_model_len)
-    with blaming(f"model_state {choose.chosen['model_state']}"):
+    with blaming(f"model_state {choose.chosen['model_state']}", choose.passed_over["model_state"]):
         build_module(choose, reader, card, state, dtype, device, ops, scales)
     if setup is not None:
         setup.build(state, reader, card, tokenizer, dtype, device, ops)
-    tap_points = needs.tap_points if isinstance(state.supports("taps"), Yes) else ()
-    info = ModelInfo(card, settings, tap_points, needs.hidden_size, needs.vocab_size, max_model_len, dtype, device.torch_device)
-    taps, needs = collect_taps(manager, info, state, needs)
-    processors = collect_processors(manager, info)
+        scales.by_group.update(CacheScales(setup.needs.cache_groups, cache_dtype, device.torch_device).by_group)
+    return Opened(manager, settings, choose, card, tokenizer, device, ops, dtype, state, needs, scales, max_model_len, setup)
+
+
+def assemble(arguments: Mapping[str, Any], plugins: Sequence[object] = ()) -> Assembly:
+    """Build everything from settings. Raises a ModelRunnerError that says what was missing or did not fit."""
+    model = open_model(arguments, plugins)
+    manager, settings, choose, device, state, setup = model.manager, model.settings, model.choose, model.device, model.state, model.setup
+    max_model_len, scales = model.max_model_len, model.scales
+    taps, needs = collect_taps(manager, model.info, state, model.needs)
+    processors = collect_processors(manager, model.info)
     if setup is not None:
         needs = setup.join(needs)
-        scales.by_group.update(CacheScales(setup.needs.cache_groups, cache_dtype, device.torch_device).by_group)
-    page_bytes, layouts = pages_of(needs, settings, dtype, {} if setup is None else setup.riders(needs))
+    page_bytes, layouts = pages_of(needs, settings, model.dtype, {} if setup is None else setup.riders(needs))
     attending = {group.name: attention_backend(choose, group, device, scales) for layout in layouts for group in layout.groups}
-    guides = make_guides(choose, card, tokenizer, needs.vocab_size, ops, device)
-    own = settings.speculation
-    typical = (own.typical_threshold, own.typical_factor) if own.acceptance == "typical" else None
-    sampler = Sampler(ops, default_stages(processors, Functions(), arena=guides.arena), typical)
-    maker = CacheMaker(device, ops, settings, layouts, page_bytes, dtype, cache_dtype, attending, max_model_len, scales)
+    guides = make_guides(choose, model.card, model.tokenizer, needs.vocab_size, model.ops, device)
+    sampler = make_sampler(settings, processors, guides, model.ops)
+    cache_dtype = cache_type(settings, model.dtype)
+    maker = CacheMaker(device, model.ops, settings, layouts, page_bytes, model.dtype, cache_dtype, attending, max_model_len, scales)
     cache, memory = maker.make_first(), ""
     with blaming(f"the arena of media of model_state {choose.chosen['model_state']}"):
         shifted = setup is not None and setup.needs.shifted
-        media = open_media(state, needs, settings, device, dtype, tokenizer, max_model_len, shifted)
-    columns = [*core_columns(layouts, max_model_len), *sampler.columns(settings, needs.vocab_size), *needs.columns]
-    columns += [DELTA] if media.front.facts.position_rows > 1 and media.encoder is not None else []
-    columns += () if setup is None else setup.columns
-    with blaming(f"the request table with the columns of model_state {choose.chosen['model_state']}"):
-        capacity = patch_capacity(settings, layouts, columns, masks=not guides.problem)
-        table = RequestTable(columns, settings.scheduler.max_rows, device.torch_device, capacity)
-    parts = Parts(
-        device,
-        ops,
-        state,
-        needs,
-        dtype,
-        sampler,
-        table,
-        layouts,
-        cache.views,
-        cache.backends,
-        taps,
-        media.arena,
-        drafting_of(setup, cache.backends, layouts),
-    )
+        media = open_media(state, needs, settings, device, model.dtype, model.tokenizer, max_model_len, shifted)
+    table = make_table(model, needs, layouts, sampler, media, masks=not guides.problem)
+    built = (device, model.ops, state, needs, model.dtype, sampler, table, layouts, cache.views, cache.backends, taps, media.arena)
     with blaming("the runner with the buffers of a step"):
-        runner = make_runner(parts, settings, max_model_len)
+        runner = make_runner(Parts(*built, drafting_of(setup, cache.backends, layouts)), settings, max_model_len)
     with blaming(f"the first step of model_state {choose.chosen['model_state']}"):
         if media.encodes:
             media.try_out(FIRST_EMBEDDINGS)
@@ -153,8 +166,8 @@ def assemble(arguments: Mapping[str, Any], plugins: Sequence[object] = ()) -> As
             memory = str(use)
         graphs = runner.capture()
     resolved = Resolved(
-        model=card.name or str(card.path),
-        dtype=name_of(dtype),
+        model=model.card.name or str(model.card.path),
+        dtype=name_of(model.dtype),
         cache_dtype=name_of(cache_dtype),
         max_model_len=max_model_len,
         num_pages=cache.num_pages,
@@ -167,8 +180,28 @@ def assemble(arguments: Mapping[str, Any], plugins: Sequence[object] = ()) -> As
         encoder=device.pacing() if media.encodes and media.encoder is not None and media.encoder.shares else "",
     )
     observers = collect_objects(manager, "observer", settings=settings)
-    parts_of = (manager, settings, resolved, card, tokenizer, device, needs, state, sampler, taps, guides)
+    parts_of = (manager, settings, resolved, model.card, model.tokenizer, device, needs, state, sampler, taps, guides)
     return Assembly(*parts_of, table, tuple(layouts), cache.arena, scales, runner, observers, media)
+
+
+def make_sampler(settings: RunnerSettings, processors: Processors, guides: Guides, ops: Ops) -> Sampler:
+    """The stages that choose tokens, in their order."""
+    own = settings.speculation
+    typical = (own.typical_threshold, own.typical_factor) if own.acceptance == "typical" else None
+    return Sampler(ops, default_stages(processors, Functions(), arena=guides.arena), typical)
+
+
+def make_table(
+    model: Opened, needs: Needs, layouts: Sequence[GroupLayout], sampler: Sampler, media: MediaParts, masks: bool
+) -> RequestTable:  # fmt: skip
+    """The request table with everybody's columns. needs: of the model and the drafter. masks: of grammars may be among a step's edits."""
+    settings = model.settings
+    columns = [*core_columns(layouts, model.max_model_len), *sampler.columns(settings, needs.vocab_size), *needs.columns]
+    columns += [DELTA] if media.front.facts.position_rows > 1 and media.encoder is not None else []
+    columns += () if model.setup is None else model.setup.columns
+    with blaming(f"the request table with the columns of model_state {model.choose.chosen['model_state']}"):
+        capacity = patch_capacity(settings, layouts, columns, masks=masks)
+        return RequestTable(columns, settings.scheduler.max_rows, model.device.torch_device, capacity)
 
 
 def name_of(dtype: torch.dtype) -> str:

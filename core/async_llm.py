@@ -17,6 +17,7 @@ import time
 import warnings
 import weakref
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import BaseModel
@@ -32,7 +33,7 @@ from modelrunner.media_front import EMBEDS_KEY, MEDIA_KEYS, MediaFacts
 from modelrunner.media_messages import Parcel
 from modelrunner.media_setup import front_of
 from modelrunner.messages import Sleep, UpdateWeights, WakeUp
-from modelrunner.new_weights import Weights, check_version, checkpoint_name
+from modelrunner.new_weights import Weights, check_version, checkpoint_name, pairs
 from modelrunner.plugin_manager import PluginManager, warn_once
 from modelrunner.request import Prompt, Request, RequestOutput, SamplingParams, default_params, make_request
 from modelrunner.sampling_values import FUNCTIONS
@@ -58,7 +59,7 @@ class AsyncLLM:
     Raises what `LLM` raises for settings, plugins and checkpoints that do not fit.
     """
 
-    def __init__(self, model: str = "", *, plugins: Sequence[object] = (), **settings: Any) -> None:
+    def __init__(self, model: str | PurePath = "", *, plugins: Sequence[object] = (), **settings: Any) -> None:
         named = {"model": model} if model else {}
         manager = PluginManager.load(plugins)
         self.settings: RunnerSettings = settle({**named, **settings}, manager)
@@ -210,10 +211,10 @@ class AsyncLLM:
     async def update_weights(self, tensors: Weights, version: str | None = None) -> None:
         """Replace the weights, in place, between two steps. Open requests go on with the new ones, as `Engine.update_weights` says.
 
-        tensors: (name, tensor) pairs under the checkpoint's names, every tensor of a checkpoint, on any device; or a checkpoint: a folder,
-        a file or a hub id, of which only the tensors count. A thread takes the pairs and copies them into memory that the engine process
-        reads. Requests run until the last one is there; while the engine loads, no step runs. version: name of these weights, for
-        `RequestOutput.weight_version`; None for the number of updates so far. Updates take place one after the other.
+        tensors: (name, tensor) pairs under the checkpoint's names, or a mapping, every tensor of a checkpoint, on any device; or a
+        checkpoint: a folder, a file or a hub id, of which only the tensors count. A thread takes the pairs and copies them into memory
+        that the engine process reads. Requests run until the last one is there; while the engine loads, no step runs. version: name of
+        these weights, for `RequestOutput.weight_version`; None for the number of updates so far. Updates take place one after the other.
 
         Raises what the iteration raises; the engine notices nothing of that. Raises what `LLM.update_weights` raises for weights that do
         not fit. When some had been stored by then, open requests wait, and new ones are refused with EngineError, until an update succeeds.
@@ -227,7 +228,7 @@ class AsyncLLM:
             return
         cancelled = threading.Event()
         try:
-            file = await asyncio.to_thread(pack, tensors, lambda: cancelled.is_set() or self._link.failure is not None)
+            file = await asyncio.to_thread(pack, pairs(tensors), lambda: cancelled.is_set() or self._link.failure is not None)
         finally:
             cancelled.set()
         if file is None:

@@ -133,6 +133,23 @@ class AttentionBackend(ABC):
         q, k = self.ops.apply_rope(q, k, None, rotary.cos_sin)
         return self.attend(q, k, v, layer, step, sinks)
 
+    def attend_qkv_at(
+        self,
+        qkv: torch.Tensor,
+        rotary: Rotary,
+        layer: int,
+        step: Any,
+        meta: AttentionMeta,
+        tokens: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """D. `attend_qkv` of one token of each of the step's first rows, its last one; the keys and values of all tokens are written.
+
+        meta: of the step. tokens: [n] int64, where these are in the step; those of rows that have no token are anywhere, and their outputs
+        finite. Returns [n, num_heads * head_dim].
+        """
+        return self.attend_qkv(qkv, rotary, layer, step, sinks).index_select(0, tokens)
+
 
 class NoAttention(AttentionBackend):
     """Stands for a backend where a cache group does not attend: the metadata is all that there is."""
@@ -178,6 +195,12 @@ class BoundAttention:
     def from_qkv(self, qkv: torch.Tensor, rotary: Rotary, layer: int, sinks: torch.Tensor | None = None) -> torch.Tensor:
         """Attention from the projection's output, see `AttentionBackend.attend_qkv`. Raises as the call does."""
         return self.backend.attend_qkv(qkv, rotary, self._place(layer, sinks), self._step, sinks)
+
+    def from_qkv_at(
+        self, qkv: torch.Tensor, rotary: Rotary, layer: int, tokens: torch.Tensor, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The same of some tokens alone, see `AttentionBackend.attend_qkv_at`: of a last layer, of which nothing else is wanted."""
+        return self.backend.attend_qkv_at(qkv, rotary, self._place(layer, sinks), self._step, self.meta, tokens, sinks)
 
     def _place(self, layer: int, sinks: torch.Tensor | None) -> int:
         group = self.backend.group

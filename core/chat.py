@@ -24,9 +24,10 @@ def chat_tokenizer(tokenizer: Tokenizer | None) -> Tokenizer:
 
 def conversations(messages: object) -> list[Any]:
     """The conversations of a call: a list of mappings is one, a list of anything else is several. Raises RequestError for no list."""
-    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
-        raise RequestError(f"messages: got {kind_of(messages)}; accepted: a list of mappings with 'role' and 'content'")
-    return [messages] if not messages or isinstance(messages[0], Mapping) else list(messages)
+    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence) or not messages:
+        got = "an empty list" if messages == [] else kind_of(messages)
+        raise RequestError(f"messages: got {got}; accepted: a list of mappings with 'role' and 'content'")
+    return [messages] if isinstance(messages[0], Mapping) else list(messages)
 
 
 def one_conversation(messages: object) -> Any:

@@ -97,6 +97,7 @@ def _opened(part: Any, where: str) -> tuple[str | None, Any]:
         value = value["url"]
     if value is None or (key.endswith("_url") and not isinstance(value, str)):
         raise RequestError(
-            f"{where}: a part of type {named!r} needs {key!r}" + (": a URL, or {'url': ...}" if key.endswith("_url") else "")
+            f"{where}: a part of type {named!r} needs {key!r}"
+            + (f": a URL, or {{'url': ...}}; of type {kind!r} it may be a path, bytes or frames" if key.endswith("_url") else "")
         )
     return kind, value

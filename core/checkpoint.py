@@ -99,6 +99,9 @@ def card_from_config(name: str, path: Path, config_file: Path, checkpoint_format
     architectures = config.get("architectures") or ()
     if not isinstance(architectures, list | tuple) or not all(isinstance(entry, str) for entry in architectures):
         raise CheckpointError(f"{config_file}: `architectures` is {architectures!r}; a list of class names is needed")
+    quantization = config.get("quantization_config")
+    if quantization is not None and not isinstance(quantization, Mapping):
+        raise CheckpointError(f"{config_file}: `quantization_config` is {quantization!r}; an object is needed, or null")
     return ModelCard(
         name=name,
         path=path,
@@ -106,7 +109,7 @@ def card_from_config(name: str, path: Path, config_file: Path, checkpoint_format
         architectures=tuple(architectures),
         model_type=str(config.get("model_type") or ""),
         config=config,
-        quantization=config.get("quantization_config"),
+        quantization=quantization,
         generation=read_json(generation_file, "defaults for generation") if generation_file.exists() else {},
     )
 

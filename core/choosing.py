@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
@@ -15,7 +15,7 @@ from modelrunner.errors import CapacityError, ModelRunnerError, PluginError, Set
 from modelrunner.linear import LinearFactory
 from modelrunner.model_state import BuildContext
 from modelrunner.ops import Ops
-from modelrunner.plugin_choice import Choice, nothing_fits, pin_of
+from modelrunner.plugin_choice import Choice, nothing_fits, passed_over, pin_of
 from modelrunner.plugin_manager import PluginManager
 from modelrunner.settings import RunnerSettings
 
@@ -23,18 +23,20 @@ T = TypeVar("T")
 
 
 class Chooser:
-    """Asks hooks for offers, with the settings' pins, and notes what was chosen."""
+    """Asks hooks for offers, with the settings' pins, and notes what was chosen, and what was not in favour of a fallback."""
 
     def __init__(self, manager: PluginManager, settings: RunnerSettings) -> None:
         self.manager = manager
         self.settings = settings
         self.chosen: dict[str, str] = {}
+        self.passed_over: dict[str, list[str]] = {}
 
     def __call__(self, hook: str, *, setting: str = "", **arguments: Any) -> Any:
         """Load the best offer of `hook`. setting: one that may name an offer too, e.g. `device.name`; `pin.<hook>` comes first."""
         pin, pinned_by = pin_of(self.settings, hook, setting)
         choice = self.manager.choose(hook, pin=pin, pinned_by=pinned_by, **arguments)
         self.chosen[hook] = f"{choice.offer.name} ({choice.plugin})"
+        self.passed_over[hook] = passed_over(choice)
         return choice.load()
 
     def later(self, hook: str, **arguments: Any) -> Choice[Any] | str:
@@ -67,8 +69,19 @@ def expect(kind: type[T], value: object, owner: object, method: str) -> T:
 
 
 @contextmanager
-def blaming(component: str) -> Iterator[None]:
-    """Name the component in whatever it raises that is not already one of our errors."""
+def blaming(component: str, notes: Iterable[str] = ()) -> Iterator[None]:
+    """Name the component in whatever it raises that is not already one of our errors. notes: what else an error may come from."""
+    try:
+        with _as_ours(component):
+            yield
+    except ModelRunnerError as error:
+        for note in notes:
+            error.add_note(note)
+        raise
+
+
+@contextmanager
+def _as_ours(component: str) -> Iterator[None]:
     try:
         yield
     except ModelRunnerError:

@@ -93,7 +93,11 @@ class DrafterSetup:
             if weights is None:
                 return
             module = expect(nn.Module, drafter.module, drafter, "build").eval()
-            load_weights(module, expect(WeightMap, weights, drafter, "weight_map"), reader, seed=self.choose.settings.model.seed)
+            try:
+                load_weights(module, expect(WeightMap, weights, drafter, "weight_map"), reader, seed=self.choose.settings.model.seed)
+            except ModelRunnerError as error:
+                error.add_note(f"raised while loading the weights of drafter {self.name}")
+                raise
 
     def _own_tokenizer(self) -> Tokenizer | None:
         """The tokenizer that lies with the drafter's weights."""

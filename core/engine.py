@@ -19,8 +19,6 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
-
 from modelrunner.assemble import Assembly, assemble
 from modelrunner.batch import Drain, Plan, Ticket
 from modelrunner.caches import free_arena, restore_arena
@@ -32,7 +30,7 @@ from modelrunner.guides import End
 from modelrunner.live_weights import LiveWeights
 from modelrunner.logprob_books import keep_logprobs
 from modelrunner.memory_profile import weight_bytes
-from modelrunner.new_weights import check_version
+from modelrunner.new_weights import Pairs, check_version, pairs
 from modelrunner.outputs import OutputProcessor
 from modelrunner.page_pool import PagePool
 from modelrunner.part_calls import PartCalls
@@ -321,11 +319,11 @@ class Engine:
         """Names the weights in use: "0" for those that the engine started with, then as `update_weights` was told."""
         return self.outputs.weight_version
 
-    def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], version: str | None = None) -> None:
+    def update_weights(self, tensors: Pairs, version: str | None = None) -> None:
         """Replace the weights, in place, between two steps, and those of a drafter that lie with them. Requests may be running: they go on
         with the new ones.
 
-        tensors: every tensor of a checkpoint under its checkpoint name, one at a time, on any device. version: name of these weights, for
+        tensors: every tensor of a checkpoint under its checkpoint name, in pairs or a mapping, on any device. version: their name, for
         `RequestOutput.weight_version`; None for the number of updates so far. A running request keeps its tokens, and what the cache holds
         of it is computed again, so that each later token comes from one version of the weights. Cached prefixes are forgotten. Scales of a
         cache in 8 bits are replaced by those among the tensors, and else stay.
@@ -338,7 +336,7 @@ class Engine:
         check_version(version)
         self._pause()
         self.scheduler.reset_prefix_cache()
-        self.weights.replace(tensors)
+        self.weights.replace(pairs(tensors))
         self.media.reset()
         self.outputs.weight_version = str(self.weights.num_updates) if version is None else version
         self.scheduler.reset_prefix_cache(self.weight_version.encode())

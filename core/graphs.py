@@ -21,7 +21,7 @@ from modelrunner.batch import EDITED, MASKED, Feature, Plan, as_built
 from modelrunner.device import Device
 from modelrunner.draft_policy import DraftPolicy
 from modelrunner.model_state import ModelState, Needs, No
-from modelrunner.step_buffers import Buckets, Shape
+from modelrunner.step_buffers import LONGEST, Buckets, Shape
 
 KINDS = (Feature.GREEDY, Feature.PLAIN)  # tails of decode steps captured at start-up; others on their second use
 # Features of tails that can be captured, beside those of logits processors: not those of taps, nor of log-probs of prompts and of whole
@@ -141,11 +141,16 @@ class StepGraphs:
         return len(self._first_keys())
 
     @property
-    def tails(self) -> list[Key]:
-        """Tails that bring up every kernel that a captured tail may want: its kernels are of two kinds, for few rows and for many."""
-        most = dict.fromkeys((*self._rows[:1], *self._rows[-1:]))
-        drafts = (0,) if self._drafts is None else sorted({0, *self._drafts.policy.choices})
-        return [Key("tail", rows, features, k) for rows in most for k in drafts for features in BUILT]
+    def rare(self) -> list[Key]:
+        """What brings up the kernels that start-up captures nothing with. Tails: what chooses tokens is of two kinds, for few rows and for
+        many. With a drafter also heads of every number of lines, and steps of decode rows of which none has a draft."""
+        most, drafts = dict.fromkeys((*self._rows[:1], *self._rows[-1:])), self._drafts
+        numbers = [0] if drafts is None else sorted({0, *drafts.policy.choices})
+        found = [Key("tail", rows, features, k) for rows in most for k in numbers for features in BUILT]
+        if drafts is not None:
+            found += [Key("tail", rows, Feature.GREEDY, k) for rows in self._rows for k in numbers]
+            found += [Key("step", rows, Feature.GREEDY, 0, after) for rows in self._rows for after in (0, drafts.policy.most)]
+        return list(dict.fromkeys(found))
 
     @property
     def captured(self) -> list[Key]:
@@ -163,7 +168,7 @@ class StepGraphs:
             if media:  # the last token of a prompt is one of media: too rare for a graph
                 return ()
             return (Key("step", shape.num_rows, features, num_draft, num_next),) if shape.num_rows in self._rows else ()
-        if shape.num_tokens not in self._tokens:
+        if shape.num_tokens not in self._tokens or plan.max_query > LONGEST:
             return ()
         body = Key("body", shape.num_tokens, media, num_draft)
         tail = Key("tail", shape.tail_rows, features, num_draft)

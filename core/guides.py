@@ -231,6 +231,7 @@ class Guides:
             return End(request, "error", text)
         if job.grammar is None:
             return End(request, "error", job.error)
+        request.num_draft = 0  # whose masks would be those of tokens that the host does not know
         try:
             assert job.vocabulary is not None
             return request.guide.begin(job.grammar.matcher(), bitmask(job.vocabulary.stop_ids, self._words))

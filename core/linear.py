@@ -53,6 +53,10 @@ class LinearScheme(ABC):
         """`residual` [..., out_features] plus `apply`, in a new tensor."""
         return residual + self.apply(layer, x)
 
+    def apply_added_in_place(self, layer: Linear, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """`apply_added`, which may put its result where `residual` is."""
+        return self.apply_added(layer, x, residual)
+
     def apply_gated(self, layer: Linear, x: torch.Tensor, norm: Norm, activation: str) -> torch.Tensor:
         """The gated activation of `apply_normed`, see `Linear.gated`."""
         return cast(torch.Tensor, getattr(self.ops, activation)(self.apply_normed(layer, x, norm)))
@@ -122,9 +126,14 @@ class Linear(nn.Module):
         out = self.scheme.apply_normed(self, x, norm)
         return out if self.bias is None else out + self.bias
 
-    def added(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """`residual` plus the layer's output: [..., in_features], [..., out_features] -> [..., out_features], a new tensor."""
-        return self.scheme.apply_added(self, x, residual if self.bias is None else residual + self.bias)
+    def added(self, x: torch.Tensor, residual: torch.Tensor, in_place: bool = False) -> torch.Tensor:
+        """`residual` plus the layer's output: [..., in_features], [..., out_features] -> [..., out_features], a new tensor.
+
+        in_place: nobody needs `residual` any more, and the result may be put there.
+        """
+        if self.bias is not None:
+            residual, in_place = residual + self.bias, True
+        return self.scheme.apply_added_in_place(self, x, residual) if in_place else self.scheme.apply_added(self, x, residual)
 
     def gated(self, x: torch.Tensor, norm: Norm, activation: str) -> torch.Tensor:
         """activation of the output for the norm of x: [..., in_features] -> [..., out_features / 2].
@@ -189,6 +198,9 @@ class PlainScheme(LinearScheme):
 
     def apply_added(self, layer: Linear, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         return cast(torch.Tensor, self.ops.matmul_add(x, layer.weight, residual))
+
+    def apply_added_in_place(self, layer: Linear, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        return cast(torch.Tensor, self.ops.matmul_add_in_place(x, layer.weight, residual))
 
     def apply_gated(self, layer: Linear, x: torch.Tensor, norm: Norm, activation: str) -> torch.Tensor:
         return cast(torch.Tensor, self.ops.norm_gated_matmul(x, norm.weight, norm.eps, layer.weight, activation))

@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, Self
 
 from modelrunner.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence, search
@@ -24,16 +25,14 @@ from modelrunner.engine import Engine
 from modelrunner.errors import RequestError, kind_of
 from modelrunner.media_front import MEDIA_KEYS, Prepared
 from modelrunner.new_weights import Weights, checkpoint_name, checkpoint_tensors
+from modelrunner.prompts import check_ids, prepare_prompt, read_prompt
 from modelrunner.request import (
     OutputKind,
     Prompt,
     RequestOutput,
     SamplingParams,
-    check_ids,
     default_params,
     merged_eos,
-    prepare_prompt,
-    read_prompt,
 )
 
 if TYPE_CHECKING:
@@ -46,11 +45,12 @@ if TYPE_CHECKING:
 class LLM:
     """A model, ready to generate. Everything that runs in its engine is its own; not thread-safe.
 
-    model: hub id, folder, or file; "" for the small built-in one. plugins: plugin objects or module names, beside the installed ones.
+    model: hub id, folder, or file, as text or a path; "" for the small built-in one. plugins: plugin objects or module names, beside the
+    installed ones.
     settings: as for `load_settings`: flat names (`max_model_len=4096`), sections (`cache={"page_size": 32}`), and so on.
     """
 
-    def __init__(self, model: str = "", *, plugins: Sequence[object] = (), **settings: Any) -> None:
+    def __init__(self, model: str | PurePath = "", *, plugins: Sequence[object] = (), **settings: Any) -> None:
         named = {"model": model} if model else {}
         self.engine = Engine({**named, **settings}, plugins=plugins)
         self._ids = itertools.count()
@@ -163,8 +163,8 @@ class LLM:
     def update_weights(self, tensors: Weights, version: str | None = None) -> None:
         """Replace the weights in place; see `Engine.update_weights`.
 
-        tensors: (name, tensor) pairs under the checkpoint's names, or a checkpoint: a folder, a file or a hub id, of which only the tensors
-        count.
+        tensors: (name, tensor) pairs under the checkpoint's names, or a mapping, or a checkpoint: a folder, a file or a hub id, of which
+        only the tensors count.
         """
         if isinstance(tensors, (str, os.PathLike)):
             tensors = checkpoint_tensors(checkpoint_name(tensors), self.engine.assembly.manager, self.engine.settings)
@@ -291,7 +291,7 @@ def as_list(prompts: Any) -> list[Any]:
     """The prompts of a call: a list of ids is one prompt, a list of anything else is several."""
     if isinstance(prompts, (str, Mapping, Prepared)):
         return [prompts]
-    if not isinstance(prompts, Iterable) or isinstance(prompts, bytes) or getattr(prompts, "ndim", 1) == 0:
+    if not isinstance(prompts, Iterable) or isinstance(prompts, bytes | set | frozenset) or getattr(prompts, "ndim", 1) == 0:
         raise RequestError(f"prompts: got {kind_of(prompts)}; accepted: text, token ids, a mapping with one of them, or a list of these")
     many = list(prompts)
     one = bool(many) and hasattr(many[0], "__index__") and not hasattr(many[0], "__len__")

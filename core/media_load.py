@@ -13,7 +13,7 @@ import urllib.parse
 import urllib.request
 import warnings
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 NEEDS_PILLOW = "images need Pillow, which is not installed; pip install 'modelrunner[multimodal]'"
 NEEDS_PYAV = "video files need PyAV, which is not installed; pip install 'modelrunner[multimodal]'"
 ACCEPTED = {
-    IMAGE: "a PIL image, a uint8 array [height, width, 3], the bytes of an image file, or a text: a URL or path",
-    "video": "a uint8 array [frames, height, width, 3], a list of PIL images, (one of these, {'fps': ...}), the bytes of a file, or a URL",
+    IMAGE: "a PIL image, a uint8 array [height, width, 3], the bytes of an image file, a URL, or a path (text or pathlib.Path)",
+    "video": "a uint8 array [frames, height, width, 3], a list of PIL images, (one of these, {'fps': 2}), a file's bytes, a URL or a path",
 }
 VIDEO_PIXELS = 16  # a video may have so many times the pixels of an image
 # What is read, by Pillow's and FFmpeg's names. Not the formats that call other programs (EPS), or name other files to be read (playlists).
@@ -54,7 +54,7 @@ class Loader:
             from PIL import Image
         except ImportError:
             raise RequestError(f"{where}: {NEEDS_PILLOW}") from None
-        if isinstance(value, str):
+        if isinstance(value, str | PurePath):
             value = self._fetch(value, where)
         if isinstance(value, bytes | bytearray | memoryview):
             return self._decoded(bytes(value), where)
@@ -73,7 +73,7 @@ class Loader:
         if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):
             value, options = value
         fps = frame_rate(options.get("fps", self._settings.video_fps), where)
-        if isinstance(value, str):
+        if isinstance(value, str | PurePath):
             value = self._fetch(value, where)
         if isinstance(value, bytes | bytearray | memoryview):
             self._check_bytes(len(value), where)
@@ -146,8 +146,10 @@ class Loader:
             raise RequestError(f"{where}: the video has no frames")
         return Video(np.stack([frame for _, frame in kept]), 1.0 / interval, tuple(time for time, _ in kept))
 
-    def _fetch(self, url: str, where: str) -> bytes:
-        """The bytes that a URL stands for, if the settings allow it."""
+    def _fetch(self, url: str | PurePath, where: str) -> bytes:
+        """The bytes that a URL or a path stands for, if the settings allow it."""
+        if isinstance(url, PurePath):
+            return self._of_file(str(url), where)
         parts = urllib.parse.urlsplit(url)
         if parts.scheme == "data":
             return self._of_data_url(url, where)
@@ -171,7 +173,10 @@ class Loader:
 
     def _of_file(self, name: str, where: str) -> bytes:
         if self._settings.folder is None:
-            raise RequestError(f"{where}: got the file {shown(name)}; files are read only under the folder that media.folder names")
+            raise RequestError(
+                f"{where}: got the file {shown(name)}; files are read only under the folder that media.folder names: set it, or give the "
+                "file's bytes, which a program that trusts the path may read itself"
+            )
         folder = Path(self._settings.folder).expanduser().resolve()
         path = (folder / name).resolve()  # follows links: what they lead to must lie in the folder too
         if not path.is_relative_to(folder):

@@ -263,6 +263,7 @@ class ModelState(ABC):
     """A model family, as the core sees it. One instance per engine; `module` is set by the core once `build` returned."""
 
     module: nn.Module
+    narrows: bool = False  # `forward` takes `sampled`
 
     def __init__(self, card: ModelCard, settings: RunnerSettings) -> None:
         """Stores both as `self.card` and `self.settings`, and does nothing else; an override calls it first."""
@@ -385,6 +386,10 @@ class ModelState(ABC):
         its `meta` is of use. caches: group name -> [num_pages, num_layers, *page_shape]. tap: call it as `hidden = tap(name, hidden)` at
         declared tap points.
         Returns [T, H], normalised, ready for `logits`.
+
+        A state that `narrows` takes one more argument, by keyword: `sampled: torch.Tensor | None = None`, [n] int64, the last token of each
+        of the step's first rows, given in long steps in which nothing else is wanted and nobody taps. It returns these alone then, [n, H].
+        Keys and values of all tokens are written all the same.
 
         A state that declares `Needs.media` takes one more argument, by keyword: `media: MediaBatch | None = None`, None in steps without
         media. It is for the features beside embeddings, of which the j-th is added, where the token has one, by

@@ -47,6 +47,11 @@ class GroupLayout:
         """The groups that its block table serves."""
         return (self.group, *(rider.group for rider in self.riders))
 
+    @property
+    def whole(self) -> bool:
+        """Whether every token needs all earlier ones, so that nothing is given up before the request ends."""
+        return type(self.group).needed_from is CacheGroup.needed_from
+
     def pages_for(self, tokens: int) -> int:
         """Pages that `tokens` tokens fill, the last one perhaps in part."""
         return -(-tokens // self.tokens_per_page)
@@ -56,6 +61,8 @@ class GroupLayout:
 
         Assumes that `length - needed_from(length)` does not fall as the length grows.
         """
+        if self.whole:
+            return max(self.pages_for(tokens), 1)
         lengths = np.array([tokens], np.int64)
         span = tokens - int(self.group.needed_from(lengths)[0])
         touched = self.pages_for(span + min(chunk, tokens)) + 1
@@ -180,11 +187,12 @@ class PagePool:
 
     def insert(self, group: int, key: bytes, page: int) -> None:
         """Make an owned page findable. A key that is there already keeps its page, and a page its key."""
-        if (group, key) in self._index or self._indexed[page]:
+        entry = (group, key)
+        if entry in self._index or page in self._keys:
             return
         assert self.owners[page] > 0, f"page {page} has no owner and cannot enter the index"
-        self._index[group, key] = page
-        self._keys[page] = (group, key)
+        self._index[entry] = page
+        self._keys[page] = entry
         self._indexed[page] = True
         self.gains += 1
 

@@ -41,7 +41,7 @@ class PartCalls:
         if drafting is None:
             return
         wanted = request.params.num_draft_tokens
-        alone = request.features & int(parts.sampler.undrafted | parts.taps.all_features) or request.guide is not None
+        alone = request.features & int(parts.sampler.undrafted | parts.taps.all_features)
         request.num_draft = 0 if alone else drafting.most if wanted is None else min(wanted, drafting.most)
         try:
             request.draft_values = dict(drafting.drafter.row_values(request))

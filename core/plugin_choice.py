@@ -72,7 +72,8 @@ class Question:
     """What is asked for, and everything that was heard.
 
     pin: name that the setting `pinned_by` asks for (empty: `pin.<hook>`).
-    failures: plugins that could not be loaded. unused: plugins that are installed and disabled, with the reason. installed: loaded plugins.
+    failures: plugins that could not be loaded. unused: plugins that are installed and disabled, with the reason. num_loaded: those that
+    are loaded, with this hook or without.
     """
 
     hook: str
@@ -81,7 +82,7 @@ class Question:
     answers: tuple[Asked, ...]
     failures: tuple[PluginFailure, ...] = ()
     unused: Mapping[str, str] = field(default_factory=dict)
-    installed: tuple[str, ...] = ()
+    num_loaded: int = 0
     wanted: tuple[str, ...] = ()
     pinned_by: str = ""
 
@@ -126,17 +127,20 @@ def choose(question: Question) -> Choice[Any]:
 
 def _pin_unknown(question: Question) -> str:
     names = sorted({offer.name for _, offer in question.offers})
-    offered = ", ".join(names) or "nothing"
+    offered = f"Offered: {', '.join(names) or 'nothing'}."
     setting = question.pinned_by or f"pin.{question.hook}"
-    lines = [f"{setting} = {question.pin!r}, but no plugin offers that for {question.subject}. Offered: {offered}."]
+    named = [asked for asked in question.answers if question.pin in (asked.plugin, asked.candidate.entry_point)]
+    reasons = [_reason(answer) for asked in named for answer in asked.answers if isinstance(answer, Decline)]
+    if reasons:  # the name is right, what it is asked for is not: what others say is beside the point
+        lines = [f"{setting} = {question.pin!r}, which declined {question.subject}: {'; '.join(reasons)}. {offered}", *_near_line(question)]
+        return "\n".join([*lines, f"{_where_all_are(question)}."])
+    lines = [f"{setting} = {question.pin!r}, but no plugin offers that for {question.subject}. {offered}"]
     near = near_names([question.pin or ""], names, n=1)
     if near:
         lines.append(f"Did you mean {near[0]!r}?")
-    if any(question.pin in (asked.plugin, asked.candidate.entry_point) for asked in question.answers):  # the pin is right, the model is not
-        lines += _near_line(question)
     pinned_failures = [f for f in question.broken if question.pin is not None and f.matches(question.pin)]
     lines += [f"The pinned {failure}" for failure in pinned_failures]
-    return "\n".join([*lines, *heard(question, skip=pinned_failures)])
+    return "\n".join([*lines, *heard(question, skip=pinned_failures), f"{_where_all_are(question)}."])
 
 
 def _tie(question: Question, first: Sequence[tuple[Asked, Offer[Any]]]) -> str:
@@ -161,7 +165,7 @@ def nothing_fits(question: Question) -> str:
     lines = [f"No plugin offers a {question.hook} for {question.subject}."]
     lines += _near_line(question)
     lines += heard(question)
-    lines.append("Install a plugin for it, or pass one as LLM(plugins=[...]) or -p MODULE; `modelrunner plugins` lists what is installed.")
+    lines.append(f"Install a plugin for it, or pass one as LLM(plugins=[...]) or -p MODULE; {_where_all_are(question)}.")
     if question.hook == "model_state" and len(question.wanted) > 1 and question.wanted[0].isidentifier():
         lines.append(f"`modelrunner new-plugin NAME --kind model-state --architecture {question.wanted[0]}` writes one to start from.")
     return "\n".join(lines)
@@ -208,6 +212,14 @@ def near_miss(question: Question, offer: Offer[Any]) -> str:
     return ""
 
 
+def passed_over(choice: Choice[Any]) -> list[str]:
+    """For errors of a fallback: why plugins declined that may know what it was taken for, since they name nothing else that they accept."""
+    if choice.offer.fit != "fallback":
+        return []
+    declines = [(asked.plugin, answer) for asked in choice.answers for answer in asked.answers if isinstance(answer, Decline)]
+    return [f"{plugin} declined: {answer.reason}" for plugin, answer in declines if not answer.accepts]
+
+
 def _look_alike(one: str, other: str) -> bool:
     """Whether one architecture may be a misspelling of the other."""
     if re.findall(r"\d+", one) != re.findall(r"\d+", other):
@@ -219,7 +231,7 @@ def _look_alike(one: str, other: str) -> bool:
 
 
 def heard(question: Question, skip: Sequence[PluginFailure] = ()) -> list[str]:
-    """What every plugin said, one line each."""
+    """What every plugin said, one line each. Those that were not asked are counted, not listed: they would bury the rest."""
     lines = []
     for asked in question.answers:
         lines += [f"  {asked.plugin} declined: {_reason(answer)}" for answer in asked.answers if isinstance(answer, Decline)]
@@ -228,8 +240,11 @@ def heard(question: Question, skip: Sequence[PluginFailure] = ()) -> list[str]:
         lines.append(f"  not their business: {', '.join(silent)}")
     lines += [f"  {failure}" for failure in question.broken if failure not in skip]
     lines += [f"  {name} is disabled: {reason}" for name, reason in question.unused.items()]
-    lines.append(f"  installed plugins: {', '.join(question.installed) or 'none'}")
     return lines
+
+
+def _where_all_are(question: Question) -> str:
+    return f"`modelrunner plugins` lists the {question.num_loaded} that are loaded, {len(question.answers)} of them with this hook"
 
 
 def _reason(answer: Decline) -> str:

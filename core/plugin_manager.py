@@ -184,8 +184,7 @@ class PluginManager:
         """The question put to `plugin_choice.choose`, with all that its error messages need."""
         subject, wanted = plugin_choice.describe_subject(hook, arguments)
         unused = {name: reason for name, (candidate, reason) in self._unused.items() if not candidate.shadowed_by}
-        installed = tuple(f"{c.name} {c.version}" for c, _, _ in self._plugins.values())
-        return Question(hook, subject, pin, answers, tuple(self._failures), unused, installed, wanted, pinned_by)
+        return Question(hook, subject, pin, answers, tuple(self._failures), unused, len(self._plugins), wanted, pinned_by)
 
     def collect(self, hook: str, **arguments: Any) -> list[tuple[str, Any]]:
         """(plugin name, answer) of every plugin that answers `hook` with something. A failing plugin is left out and kept in `failures`.

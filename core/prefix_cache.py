@@ -78,7 +78,14 @@ class PageKeys:
         parent = self._hashes.get(tokens_per_page, self.root)
         size = tokens_per_page * tokens.itemsize
         data = tokens[done * tokens_per_page : num_pages * tokens_per_page + self.shifted].tobytes()
-        for page, end in enumerate(range(size, (num_pages - done) * size + 1, size), done):
+        ends = range(size, (num_pages - done) * size + 1, size)
+        if not self.spans and not self.shifted:
+            for end in ends:
+                parent = blake2b(parent + data[end - size : end], digest_size=KEY_BYTES).digest()
+                chain.append(parent)
+            self._hashes[tokens_per_page] = parent
+            return chain
+        for page, end in enumerate(ends, done):
             more = self._media(page * tokens_per_page, tokens_per_page)
             parent = blake2b(parent + data[end - size : end] + more, digest_size=KEY_BYTES).digest()
             following = data[end : end + tokens.itemsize] if self.shifted else b""
@@ -116,6 +123,7 @@ class PrefixCache:
         self._layouts = tuple(layouts)
         self._pool = pool
         self._unit = math.lcm(*(layout.tokens_per_page for layout in layouts)) if layouts else 0
+        self._whole = [(index, layout) for index, layout in enumerate(layouts) if layout.whole]
         self.miss = Hit(0, (0,) * len(self._layouts), tuple(np.empty(0, np.int32) for _ in layouts))
 
     def hit(self, keys: PageKeys, tokens: Int32Array) -> Hit:
@@ -125,9 +133,9 @@ class PrefixCache:
         """
         if not self._unit:
             return self.miss
-        lengths = np.arange(self._unit, tokens.size, self._unit, dtype=np.int64)
-        if not lengths.size:
+        if tokens.size <= self._unit or self._begins_anew(keys, tokens):
             return self.miss
+        lengths = np.arange(self._unit, tokens.size, self._unit, dtype=np.int64)
         served = np.ones(lengths.size, np.bool_)
         found = []
         for index, layout in enumerate(self._layouts):
@@ -147,11 +155,19 @@ class PrefixCache:
             tuple(pages[first[at] : last[at]] for pages, first, last in found),
         )
 
+    def _begins_anew(self, keys: PageKeys, tokens: Int32Array) -> bool:
+        """Whether a group that needs all earlier tokens lacks the first page. Then the others need no keys yet: the request can start, and
+        its prompt is hashed once it is computed, while the device has work."""
+        for index, layout in self._whole[:1]:
+            return not self._pool.find(index, keys.extend(tokens, layout.tokens_per_page, 1)[0])
+        return False
+
     def insert(self, group: int, chain: Sequence[bytes], table: Int32Array, start: int, stop: int) -> None:
         """Enter pages start..stop-1 of a sequence whose block table of `group` is `table`; null pages are passed over."""
+        enter = self._pool.insert
         for key, page in zip(chain[start:stop], table[start:stop].tolist(), strict=True):
             if page:
-                self._pool.insert(group, key, page)
+                enter(group, key, page)
 
     def _lookup(self, index: int, layout: GroupLayout, keys: PageKeys, tokens: Int32Array, length: int) -> Int32Array:
         count = length // layout.tokens_per_page

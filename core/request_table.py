@@ -101,6 +101,8 @@ class RequestTable:
         self.wide = {n: r for n, r in self.regions.items() if r not in self.scalars and not n.endswith(".seats")}
         self.scalar_index = {r.column.name: i for i, r in enumerate(self.scalars)}
         self.scalar_base = np.array([r.base for r in self.scalars], np.int64)
+        self.scalar_types = [{torch.int32: int, torch.float32: float}[r.column.dtype] for r in self.scalars]
+        self.scalar_lengths = np.ones(len(self.scalars), np.int32)
         self.scalar_default = np.concatenate([r.column.encode(r.column.default) for r in self.scalars] or [np.empty(0, np.int32)])
 
     def _place(self, name: str, column: Column, lines: int, end: int) -> int:
@@ -137,7 +139,7 @@ class PatchBuilder:
         for name, value in values.items():
             line = self.table.regions.get(f"{name}.seats")
             if line is None:
-                words += 2 * int(np.size(value)) + RUN_OVERHEAD
+                words += 2 * (1 if isinstance(value, (int, float)) else int(np.size(value))) + RUN_OVERHEAD
             elif not line.column.on_device:
                 words += line.stride + RUN_OVERHEAD
         return words
@@ -153,15 +155,21 @@ class PatchBuilder:
         if unknown := values.keys() - table.scalar_index.keys() - table.wide.keys():
             raise KeyError(f"no request-table column {sorted(unknown)}; there are {sorted(table.scalar_index.keys() | table.wide.keys())}")
         words = table.scalar_default.copy()
+        views: dict[type, Any] = {int: words, float: words.view(np.float32)}
         for name, value in values.items():
+            place = table.scalar_index.get(name)
             if isinstance(value, tuple):
                 words[table.scalar_index[name]] = value[0]
                 self._seat(name, *value)
             elif name in table.seats:
                 raise ValueError(f"column {name!r} is seated; it takes (seat id, elements), got {value!r}")
-            elif name in table.scalar_index:
-                words[table.scalar_index[name]] = table.scalars[table.scalar_index[name]].column.encode(value)[0]
-        self._add(table.scalar_base + row, np.ones(words.size, np.int32), words)
+            elif place is None:
+                continue
+            elif type(value) is table.scalar_types[place]:  # as `encode` does it, in a tenth of the time
+                views[type(value)][place] = value
+            else:
+                words[place] = table.scalars[place].column.encode(value)[0]
+        self._add(table.scalar_base + row, table.scalar_lengths, words)
         for name, region in table.wide.items():
             if name in values:
                 self._run(region.base + row * region.stride, region.column.encode(values[name]))

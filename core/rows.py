@@ -10,6 +10,7 @@ not planned again.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -87,6 +88,14 @@ class BlockTable:
         self.pages[each, cols] = pages
         self.used[rows] += deficit
         return Growth(self.index, each, cols, pages)
+
+    def start(self, row: int, tokens: int, limit: int, pool: PagePool) -> None:
+        """`grow` by what `lacks` for one row."""
+        used = int(self.used[row])
+        lacking = -(-min(tokens + self.ahead, limit - 1) // self.tokens_per_page) - used
+        if lacking > 0:
+            self.pages[row, used : used + lacking] = pool.alloc(lacking)
+            self.used[row] = used + lacking
 
     def grow_one(self, rows: Int32Array, pool: PagePool) -> Growth:
         """Give each row one page more."""
@@ -240,6 +249,18 @@ class HostRows:
             self.held[rows] = self.guided[rows] & sampled
         return sampled
 
+    def advance_one(self, row: int, count: int) -> bool:
+        """`advance` of one row that does not decode."""
+        upper = int(self.computed_upper[row]) + count
+        self.computed_upper[row] = upper
+        sampled = upper >= self.known_upper[row]
+        if sampled:
+            self.known_upper[row] = upper + 1
+            self.known_lower[row] += 1
+        if self.num_guided:
+            self.held[row] = bool(self.guided[row]) and sampled
+        return bool(sampled)
+
     def retreat(self, rows: Int32Array, counts: Int32Array, num_decode: int, sampled: BoolArray) -> None:
         """Undo `advance`. The first num_decode rows decode."""
         self.computed_upper[rows] -= counts
@@ -258,6 +279,12 @@ class HostRows:
         rows = np.flatnonzero(self.active).astype(np.int32)
         tokens, limit = self.known_upper[rows] + self.policy.most, self.limit[rows]
         return sum(int(table.lacks(rows, tokens, limit).sum()) for table in self.tables)
+
+    def most_growth(self, num_active: int) -> float:
+        """Bounds `next_growth` without a look at the rows, where no active one has a prompt left to compute: they know at most one token
+        more than they have pages for."""
+        most = sum(table.layout.pages_for(1 + self.policy.most + table.ahead) for table in self.tables)
+        return math.inf if self.num_media else most * num_active
 
     def append(self, rows: Int32Array, tokens: Int32Array, counts: Int32Array) -> None:
         """Commit the first `counts[i]` of `tokens[i]` ([M, 1+k]) to each row."""

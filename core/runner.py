@@ -163,7 +163,7 @@ class Runner:
             self._closure(key)()
 
         def built(keys: Sequence[Key]) -> Sequence[Key]:
-            self._build([partial(first, key) for key in (*keys, *self.graphs.tails)])
+            self._build([partial(first, key) for key in (*keys, *self.graphs.rare)])
             bar: Sequence[Key] = tqdm(keys, desc="Capturing graphs", unit="graph", disable=not sys.stderr.isatty())
             return bar
 

@@ -270,6 +270,14 @@ ACCEPTED = {
     "output_kind": ", ".join(repr(kind.value) for kind in OutputKind),
     **dict.fromkeys(("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"), "True or False"),
 }
+# Names that other engines have, or had, for what is asked for here in another way.
+ELSEWHERE = {
+    **{f"guided_{kind}": f"structured_outputs={{{kind!r}: ...}}" for kind in ("json", "regex", "grammar", "choice")},
+    "guided_decoding": "structured_outputs",
+    "max_new_tokens": "max_tokens",
+    "do_sample": "temperature (0: greedy)",
+    **dict.fromkeys(("use_beam_search", "num_beams", "length_penalty"), "LLM.beam_search"),
+}
 
 
 class SamplingParams(BaseModel):
@@ -363,7 +371,7 @@ def _message(error: ValidationError) -> str:
     for detail in error.errors(include_url=False):
         name = str(detail["loc"][0])
         if detail["type"] == "extra_forbidden":
-            near = difflib.get_close_matches(name, ACCEPTED, n=2, cutoff=0.6)
+            near = [ELSEWHERE[name]] if name in ELSEWHERE else difflib.get_close_matches(name, ACCEPTED, n=2, cutoff=0.6)
             hint = f"; did you mean {' or '.join(near)}?" if near else ""
             parts.append(f"{shown(name)} is not a sampling parameter{hint} (accepted: {', '.join(sorted(ACCEPTED))})")
             continue

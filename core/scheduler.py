@@ -276,14 +276,16 @@ class Scheduler:
         self._repeatable = self._steady = None
 
     def _admit(self, draft: Draft) -> None:
+        entries, chunks, sampled = [], [], []
         while (admitted := self.admission.admit_next(draft.budget, draft.builder)) is not None:
             entry, chunk = admitted
-            row = np.array([entry.request.row], np.int32)
-            self._running = np.concatenate([self._running, row])
-            draft.take(self._rows, row, np.array([chunk], np.int32))
+            entries.append(entry)
+            chunks.append(chunk)
+            sampled.append(self._rows.advance_one(entry.request.row, chunk))
             draft.budget -= chunk
-            draft.admitted.append(entry)
             self.stats.admitted(entry, 1)
+        if entries:
+            self._running = np.concatenate([self._running, draft.admit(entries, chunks, sampled)])
 
     def _seal(self, draft: Draft) -> Plan | None:
         plan = draft.plan(self._step, self._rows, self._num_next(draft))

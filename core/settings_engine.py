@@ -101,7 +101,7 @@ class SchedulerSettings(Section):
     """Most tokens that one step computes, over all requests."""
 
     max_mixed_tokens: int = Field(default=512, ge=1, le=2**20)
-    """The same for a step in which at least four requests decode for each pending prompt, so that a long prompt does not hold them up. It
+    """The same for a step in which at least 16 requests decode for each pending prompt, so that a long prompt does not hold them up. It
     grows in proportion beside more than 64 that read more than six times the weights' bytes of the cache; half of it goes to prompts in any
     case, and without chunked_prefill it has no effect."""
 
@@ -147,9 +147,9 @@ class GraphSettings(Section):
     """Numbers of query tokens that batches with prompts are padded to, rising; empty lets max_tokens decide where graphs are captured, and
     else pads nothing."""
 
-    max_tokens: int = Field(default=2048, ge=0, le=8192)
-    """Most query tokens of a captured step with prompts; larger ones run without a graph, and 0 captures only steps in which all rows
-    decode."""
+    max_tokens: int = Field(default=4096, ge=0, le=8192)
+    """Most query tokens of a captured step with prompts; larger ones, and those with more than 2048 of one prompt, run without a graph,
+    and 0 captures only steps in which all rows decode."""
 
     @field_validator("bucket_rows", "bucket_tokens")
     @classmethod

@@ -14,7 +14,7 @@ import tomllib
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
@@ -145,7 +145,12 @@ def unknown_name(root: type[BaseModel], name: str, origin: str) -> SettingsError
     sections = {n: n for n, info in sorted(fields_of(root).items()) if section_type(info.annotation) is not None}
     candidates = {path.rpartition(".")[2]: path for path in known} | {alias: alias for alias in ALIASES} | sections | known
     near = list(dict.fromkeys(candidates[c] for c in difflib.get_close_matches(name, candidates, n=3, cutoff=0.6)))
-    hint = f"near names are {', '.join(near)}" if near else f"sections are {', '.join(sections)}"
+    section = name.rpartition(".")[0]
+    fields = [path.rpartition(".")[2] for path in known if path.rpartition(".")[0] == section]
+    if near:
+        hint = f"near names are {', '.join(near)}"
+    else:
+        hint = f"settings of {section} are {', '.join(fields)}" if section and fields else f"sections are {', '.join(sections)}"
     if name.partition(".")[0] == "plugin":
         plugins = sorted({path.split(".")[1] for path in known if path.startswith("plugin.")})
         hint += f"; sections of the loaded plugins are {', '.join(plugins) or 'none'} (is the plugin installed and not disabled?)"
@@ -216,8 +221,10 @@ def _options(annotation: Any) -> tuple[Any, ...]:
 def parse_text(annotation: Any, value: Any) -> Any:
     """Text as environment and command line give it: `none` where a field may be none; JSON, or values separated by commas, for lists.
 
-    Numbers and truth values are left for pydantic, which reads them from text itself.
+    A path, where text is meant, counts as its text. Numbers and truth values are left for pydantic, which reads them from text itself.
     """
+    if isinstance(value, PurePath) and str in _options(annotation):
+        return str(value)
     if not isinstance(value, str):
         return value
     options = _options(annotation)
@@ -260,6 +267,8 @@ def environment_layer(root: type[BaseModel], environ: Mapping[str, str]) -> Laye
 def toml_layer(root: type[BaseModel], path: str | Path) -> Layer:
     """Settings from a TOML file. A missing or malformed file is an error."""
     layer = Layer()
+    if not isinstance(path, str | PurePath):
+        raise SettingsError(f"config_file = {path!r}: accepted: the path of a TOML file")
     try:
         content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -95,6 +95,14 @@ class Draft:
         self.chunks.append((rows, counts))
         self.sampled.append(table.advance(rows, counts))
 
+    def admit(self, entries: list[Entry], chunks: list[int], sampled: list[bool]) -> Int32Array:
+        """Note whom the step admitted, and the chunks for which their rows have advanced. Returns the rows."""
+        rows = np.array([entry.request.row for entry in entries], np.int32)
+        self.chunks.append((rows, np.array(chunks, np.int32)))
+        self.sampled.append(np.array(sampled, np.bool_))
+        self.admitted += entries
+        return rows
+
     def spend(self, counts: Int32Array) -> None:
         """Take the query slots of the step's first rows, which have `counts` tokens each, off the budget."""
         self.budget -= self.num_decode * (1 + self.num_draft) + int(counts[self.num_decode :].sum())

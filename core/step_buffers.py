@@ -14,6 +14,7 @@ from modelrunner.media_steps import MediaSteps
 from modelrunner.model_state import Needs
 from modelrunner.page_pool import GroupLayout
 
+LONGEST = 2048  # query tokens of one prompt in a padded step: attention of more has better ways, which go by lengths
 LINES = (torch.int32, torch.bool, torch.int32, torch.int32, torch.int32)  # rows, samples, computed, query_len, ahead of `Batch`
 
 
@@ -45,7 +46,7 @@ class Buckets:
         rows = _up(self.rows, n)
         if plan.num_decode == n:
             return Shape(rows, rows * slots, rows, plan.max_query, rows)
-        if not self.tokens or t > self.tokens[-1]:
+        if not self.tokens or t > self.tokens[-1] or plan.max_query > LONGEST:
             return Shape(rows, t, plan.num_decode, plan.max_query, rows)
         tokens = _up(self.tokens, t)
         most = self.body_rows

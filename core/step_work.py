@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -25,6 +26,8 @@ from modelrunner.runner_parts import Parts
 from modelrunner.step_buffers import PlanPacker, Shape, StepBuffers
 from modelrunner.step_logprobs import NOTHING, Asked, StepLogprobs
 from modelrunner.tap_set import ActiveTaps
+
+NARROWED = 2048  # tokens of a step from which on its last layer is left out but for what is sampled
 
 
 class StepWork:
@@ -135,12 +138,13 @@ class StepWork:
         """D. A whole step."""
         with torch.inference_mode():
             self._inputs(batch)
-            hidden = self._body(batch, attention, no_tap if taps is None else taps.bind(batch))
+            lines = self._lines(batch, tail.num_rows) if taps is None and not asked.spans and self._narrows(batch, tail) else None
+            hidden = self._body(batch, attention, no_tap if taps is None else taps.bind(batch), lines)
             if taps is not None and taps.reports:
                 self.extras.write(taps, batch, self.counter)
             if asked.spans:
                 self.logprobs.prompts(asked, hidden, batch, self.state.logits, self.counter)
-            if tail is not batch:  # otherwise a row's tokens are the ones that it samples from
+            if tail is not batch and lines is None:  # otherwise a row's tokens are the ones that it samples from
                 hidden = hidden.index_select(0, self._lines(batch, tail.num_rows))
             self._tail(tail, hidden, asked)
             if draft is not None:
@@ -198,8 +202,14 @@ class StepWork:
             columns.get(DRAFTS),
         )
 
-    def _body(self, batch: Batch, attention: Mapping[str, BoundAttention], tap: Tap) -> torch.Tensor:
-        """D. Embeddings and layers; returns the hidden states, [T, H]."""
+    def _narrows(self, batch: Batch, tail: Batch) -> bool:
+        """Whether the last layer is to give the sampled tokens alone: not in a body of a captured shape, whose graph gives all, nor at the
+        warm-up, as other steps need the memory."""
+        state, wide = self.state, batch.num_tokens >= max(NARROWED, 4 * tail.num_rows) and batch.num_rows == tail.num_rows
+        return wide and state.narrows and self.drafting is None and not self.warming_up and not state.settings.device.deterministic
+
+    def _body(self, batch: Batch, attention: Mapping[str, BoundAttention], tap: Tap, sampled: torch.Tensor | None = None) -> torch.Tensor:
+        """D. Embeddings and layers; returns the hidden states, [T, H], or those of `sampled`."""
         state = self.state
         state.before_forward(batch)
         hidden = self.buffers.hidden[: batch.num_tokens]
@@ -208,11 +218,14 @@ class StepWork:
         for bound in attention.values():
             bound.begin()
         state.embed(batch, hidden)
-        given, more = batch.positions, {}
+        given: torch.Tensor = batch.positions
+        more: dict[str, Any] = {}
         if self.media is not None:
             self.media.place(batch, hidden)
             given = self.media.positions(batch)
             more = {} if self.parts.needs.media is None else {"media": batch.media}
+        if sampled is not None:
+            more["sampled"] = sampled
         positions = state.positions(batch, given)
         hidden = state.forward(hidden, positions, attention, self.caches, tap, **more)
         if self.warming_up:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from modelrunner.model_state import FullAttention
 from modelrunner.page_pool import GroupLayout
 
-CROWD = 4  # decoding rows for each pending prompt, from which on a step is kept short
+CROWD = 16  # decoding rows for each pending prompt, from which on a step is kept short
 USUAL_ROWS = 64  # decoding rows,
 READS = 6  # and times the weights' bytes that decoding rows may read of the cache before prompts beside them get more tokens
 

@@ -202,18 +202,26 @@ def load_tensors(
     problems = [("missing", sorted(missing)), ("not expected", unexpected), ("that do not fit", misfits)]
     if not any(found for _, found in problems):  # a missing tensor leaves its parameters unfilled too: say it once
         problems = [("lacking, for these parameters", sorted(f"{path} ({kind}, part {part})" for path, part, kind in unfilled))]
-    report(source, problems)
+    hint = stranger(unexpected[0], min(missing)) if unexpected and len(missing) == len(weight_map.names) else ""
+    report(source, problems, hint)
 
 
-def report(source: str, problems: Sequence[tuple[str, Sequence[str]]]) -> None:
-    """Raise one CheckpointError for all problems found; return when there is none."""
+def stranger(found: str, wanted: str) -> str:
+    """What is wrong with a checkpoint of which the weight map knows no name at all. found, wanted: one name of each."""
+    gguf = found.startswith(("blk.", "token_embd.", "output"))
+    told = ": GGUF files have names of their own, into which model states translate theirs (docs/layers.md, `GGUF files`)" if gguf else ""
+    return f". None of its names is in the model's weight map, which has e.g. {wanted!r}, and the checkpoint {found!r}{told}"
+
+
+def report(source: str, problems: Sequence[tuple[str, Sequence[str]]], hint: str = "") -> None:
+    """Raise one CheckpointError for all problems found, which ends with `hint`; return when there is none."""
     lines = []
     for what, found in problems:
         if found:
             more = f" and {len(found) - LISTED} more" if len(found) > LISTED else ""
             lines.append(f"{len(found)} tensors {what}: {'; '.join(found[:LISTED])}{more}")
     if lines:
-        raise CheckpointError(f"{source} does not fit the model. " + ". ".join(lines))
+        raise CheckpointError(f"{source} does not fit the model. " + ". ".join(lines) + hint)
 
 
 def fill_dummy(module: nn.Module, seed: int) -> None:

@@ -47,6 +47,11 @@ def matmul_add(ops: Ops) -> Function:
     return chain
 
 
+def matmul_add_in_place(ops: Ops) -> Function:
+    """`matmul_add_in_place(x, weight, residual)`: `matmul_add`, whose result may be put where residual [T, N] is; it is returned."""
+    return matmul_add(ops)
+
+
 def norm_gated_matmul(ops: Ops) -> Function:
     """`norm_gated_matmul(x, norm_weight, eps, weight, activation)`: act(gate) * up of the product of the norm of x.
 

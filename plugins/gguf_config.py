@@ -41,7 +41,8 @@ def gguf_config(card: ModelCard) -> dict[str, Any]:
     arch = str(metadata["general.architecture"])
     absent = [f"{arch}.{key}" for key in REQUIRED.values() if f"{arch}.{key}" not in metadata]
     if absent:
-        raise CheckpointError(f"{card.path}: the metadata lacks {', '.join(absent)}")
+        own = "" if arch in ARCHITECTURES else f"; a plugin that knows {arch} may read its metadata in the hook model_config"
+        raise CheckpointError(f"{card.path}: the metadata lacks {', '.join(absent)}{own}")
     tensors = frozenset(metadata.get("gguf.tensor_names", ()))
     class_name, model_type = ARCHITECTURES.get(arch, (arch, arch))
     config: dict[str, Any] = {name: metadata[f"{arch}.{key}"] for name, key in REQUIRED.items()}

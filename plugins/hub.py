@@ -79,9 +79,11 @@ def download(name: str, revision: str | None) -> Path:
 @hookimpl
 def model_config(card: ModelCard) -> Offer[Mapping[str, Any]] | Decline:
     if card.format == "gguf":
-        from modelrunner.plugins.gguf_config import gguf_config
+        from modelrunner.plugins.gguf_config import ARCHITECTURES, gguf_config
 
-        return Offer("gguf", lambda: gguf_config(card), "exact", "GGUF metadata under the Hugging Face names")
+        known = card.metadata.get("general.architecture") in ARCHITECTURES
+        about = "GGUF metadata under the Hugging Face names"
+        return Offer("gguf", lambda: gguf_config(card), "exact" if known else "family", about)
     if not card.config:
         return Decline(f"the {card.format} card holds no configuration")
     return Offer(

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 from pydantic import Field, model_validator
 
 from modelrunner.hookspecs import hookimpl
-from modelrunner.offers import Offer
+from modelrunner.offers import Decline, Offer
 from modelrunner.settings import Section
 
 if TYPE_CHECKING:
     import torch
 
-    from modelrunner.settings import RunnerSettings
+    from modelrunner.checkpoint import ModelCard
     from modelrunner.speculation import DraftBuild, Drafter, DraftStep
 
 MODELRUNNER_API = ">=1.6,<2"
@@ -43,7 +43,11 @@ def settings_sections() -> Mapping[str, type[Section]]:
 
 
 @hookimpl
-def drafter(settings: RunnerSettings) -> Offer[type[Drafter]]:
+def drafter(card: ModelCard | None) -> Offer[type[Drafter]] | Decline:
+    if card is not None:
+        return Decline(
+            f"prompt lookup reads no weights, and speculation.model names {card.name!r}: leave it out, or name a drafter with weights"
+        )
     return Offer(NAME, load, fit="family", reason="the request's own text; no weights")
 
 

@@ -43,7 +43,7 @@ def kernels(register: Register, device: Device) -> None:
             *(speculation.spread_rows, speculation.store_drafts, speculation.draft_inputs, speculation.draft_pass),
             speculation.ngram_draft,
         ],
-        "automata": [automata.mask_states, automata.walk_tokens],
+        "automata": [automata.draft_states, automata.mask_states, automata.walk_tokens],
         "attention": [attention.write_cache, attention.indexed_write, attention.attention_index, attention.gather_pages],
     }
     for area, functions in exact.items():
@@ -70,6 +70,7 @@ def kernels(register: Register, device: Device) -> None:
     register.fusion("add_rms_norm", ("rms_norm",), fusions.add_rms_norm)
     register.fusion("norm_matmul", ("rms_norm", "matmul"), fusions.norm_matmul)
     register.fusion("matmul_add", ("matmul",), fusions.matmul_add)
+    register.fusion("matmul_add_in_place", ("matmul",), fusions.matmul_add_in_place)
     register.fusion("norm_gated_matmul", ("rms_norm", "matmul", "silu_mul", "gelu_tanh_mul"), fusions.norm_gated_matmul)
     rotation = ("rms_norm", "apply_rope", "indexed_write")
     register.fusion("qkv_rope_write", rotation, fusions.qkv_rope_write)

@@ -66,6 +66,41 @@ class PagedAttention(AttentionBackend):
         )
         return out.flatten(1)
 
+    def attend_qkv_at(
+        self,
+        qkv: torch.Tensor,
+        rotary: Rotary,
+        layer: int,
+        step: Any,
+        meta: AttentionMeta,
+        tokens: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As rows that decode: each has one query, behind all its keys."""
+        group, n, cache = self.group, tokens.shape[0], self.cache[:, layer]
+        norms = (rotary.q_norm, rotary.k_norm, rotary.eps)
+        heads, written = (group.num_heads, group.num_kv_heads), (cache, step.slots, step.index)
+        q = self.ops.qkv_rope_write(qkv, *heads, *norms, rotary.cos_sin, *written, **self._scales(layer))
+        rows = torch.arange(n + 1, dtype=torch.int32, device=tokens.device)
+        index = self.ops.attention_index(
+            self.cache[:, 0],
+            meta.block_table[:n],
+            rows,
+            meta.query_len[:n].clamp(max=1),
+            meta.seq_len[:n],
+            rows[:n].long(),
+            meta.slots[:n],
+            num_heads=group.num_heads,
+            num_decode=n,
+            decode_query=1,
+            max_query=1,
+            max_seq_len=meta.max_seq_len,
+            window=group.window,
+            dtype=self.dtype,
+        )
+        out: torch.Tensor = self.ops.indexed_attention(q.index_select(0, tokens), cache, index, **self._options(sinks, layer))
+        return out.flatten(1)
+
     def _options(self, sinks: torch.Tensor | None, layer: int) -> dict[str, Any]:
         """Keyword arguments of attention. Sinks and scales only where there are some: overrides that know of none stay usable."""
         options = {"scale": self.group.scale, "softcap": self.group.softcap, **self._scales(layer)}

@@ -23,9 +23,12 @@ STATE = "automaton_state"
 
 class Automata(EditStage):
     """A row's state is the device's own: each sampled token moves it, so steps may follow each other without a word from the host. Which
-    rows have one is settled when their grammar is compiled (see `guides`), not by their parameters."""
+    rows have one is settled when their grammar is compiled (see `guides`), not by their parameters.
 
-    feature = undrafted = Feature.AUTOMATON
+    In a step with drafts each line has the state that the drafts ahead of it lead to, for its mask alone: the row's own state moves once it
+    is known which of them are kept, so those that are not leave nothing behind."""
+
+    feature = Feature.AUTOMATON
     argument = "automata"
 
     def __init__(self, arena: AutomatonArena) -> None:
@@ -40,6 +43,13 @@ class Automata(EditStage):
 
     def given(self, columns: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         return columns[STATE], self._arena.masks
+
+    def by_line(self, ops: Ops, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """D, captured. States of the lines of a step with drafts, [N] int32, and the masks that they number."""
+        arena, places = self._arena, (batch.rows, batch.samples, batch.computed, batch.query_len)
+        text = (arena.token_start, arena.token_bytes, arena.longest)
+        ids, states, slots = batch.columns["token_ids"], batch.columns[STATE], 1 + batch.num_draft
+        return ops.draft_states(*places, ids, slots, states, arena.edges, *text), arena.masks
 
     def walk(self, ops: Ops, batch: Batch, tokens: torch.Tensor, num_tokens: torch.Tensor, ok: torch.Tensor) -> torch.Tensor:
         """D, captured. Go on by the sampled tokens [N, 1 + k]. Returns after how many of them a row's output is complete, [N] int32."""

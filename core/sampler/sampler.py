@@ -73,6 +73,8 @@ class Sampler:
                 raise ValueError(f"two sampler stages supply {taken[0]!r}; each argument of an operation has one owner")
             self._inputs.update(dict.fromkeys(stage.inputs, stage.feature))
         self._processing = [stage for stage in self.stages if stage.acts]
+        self._checking = [stage for stage in self.stages if type(stage).check is not Stage.check]
+        self._valued = [stage for stage in self.stages if type(stage).row_values is not Stage.row_values]
         self.processed = Feature.GREEDY
         self.captured = Feature.GREEDY
         for stage in self._processing:
@@ -88,22 +90,22 @@ class Sampler:
 
     def check(self, request: Request, settings: RunnerSettings) -> None:
         """H, at submission. Raises RequestError for a request that a stage cannot hold."""
-        for stage in self.stages:
+        for stage in self._checking:
             stage.check(request, settings)
 
     def row_values(self, request: Request) -> dict[str, Any]:
         """H, at submission. Column values of the request."""
         values: dict[str, Any] = {}
-        for stage in self.stages:
+        for stage in self._valued:
             values.update(stage.row_values(request))
         return values
 
     def features(self, params: SamplingParams) -> Feature:
         """H, at submission. Union of what the stages need of a step's tail."""
-        found = Feature.GREEDY
+        found = 0
         for stage in self.stages:
-            found |= stage.features(params)
-        return found
+            found |= int(stage.features(params))
+        return Feature(found)
 
     @property
     def _logprobs(self) -> Logprobs | None:
@@ -153,9 +155,14 @@ class Sampler:
         """The logits after every stage that edits them. in_place: masks may be laid on the given ones."""
         features, logits = batch.features, given
         if in_place and features & MASKED and not features & REWRITTEN and given.stride(1) == 1:
-            self.ops.mask_logits(given, batch.rows, *(self._given(name, batch) for name in ("allowed", "automata")))
+            masks = [self._given(name, batch) for name in ("allowed", "automata")]
+            if any(masks):
+                self.ops.mask_logits(given, batch.rows, *masks)
         elif features & EDITED:
             logits = self._edit(given, batch)
+        automata = self._edits["automata"]
+        if batch.num_draft and isinstance(automata, Automata) and automata.feature & features:
+            self.ops.mask_logits(logits, None, None, automata.by_line(self.ops, batch))
         acting = [stage for stage in self._processing if stage.feature == Feature.GREEDY or stage.feature & features]
         if acting:
             logits = logits.to(torch.float32, copy=logits is given)
@@ -214,8 +221,10 @@ class Sampler:
         return edited
 
     def _given(self, name: str, batch: Batch) -> tuple[torch.Tensor, ...] | None:
-        """An argument of `edit_logits`; None if no row asks for its stage."""
+        """An argument of `edit_logits`; None if no row asks for its stage, or if it differs from line to line of a row."""
         stage = self._edits[name]
+        if batch.num_draft and isinstance(stage, Automata):
+            return None
         return stage.given(batch.columns) if stage is not None and stage.feature & batch.features else None
 
     def loading(self) -> list[Callable[[], None]]:

@@ -46,8 +46,8 @@ def fixed_index(
     """`kernels.attention.index.attention_index` with every row among the tiles of queries. Arguments as there."""
     dtype = dtype or cache.dtype
     bounds = (0, 0, slots.shape[0], max_seq_len, window)
-    group = num_heads // cache.shape[3]
-    tiles = prefill_list(fixed_config(cache.shape[4], dtype), group, bounds, query_start, query_len, seq_len)
+    heads = (cache.shape[3], num_heads // cache.shape[3], cache.shape[4])
+    tiles = prefill_list(fixed_config(cache.shape[4], dtype), heads, bounds, query_start, query_len, seq_len)
     return AttentionWork(cache.shape[3], rows_per_page(cache), window, slots, block_table, _no_rows(cache, dtype), tiles)
 
 

@@ -13,8 +13,16 @@ from modelrunner.kernels.attention.device import next_power_of_2
 from modelrunner.kernels.attention.fixed import fixed_config, fixed_index, fixed_indexed_attention, fixed_paged_attention
 from modelrunner.kernels.attention.gather import BLOCK, copy_pages, gather_pages
 from modelrunner.kernels.attention.gathered import gathered_attention, gathered_rows
+from modelrunner.kernels.attention.parts import MOST_PARTS
 from modelrunner.kernels.attention.prefill import prefill_attention, prefill_rows
-from modelrunner.kernels.attention.prefill_list import PrefillConfig, choose_prefill, gathered_config, prefill_tiles, sort_tiles
+from modelrunner.kernels.attention.prefill_list import (
+    PART_KEYS,
+    PrefillConfig,
+    choose_prefill,
+    gathered_config,
+    prefill_tiles,
+    sort_tiles,
+)
 from modelrunner.kernels.attention.rope_write import norm_rotate_write, qkv_rope_write
 from modelrunner.kernels.attention.scaled import FLOAT8_SINCE
 from modelrunner.kernels.attention.segments import packed_segment_attention
@@ -192,6 +200,8 @@ def _prefill_build(kind: str, group: int, dim: int, choose: Callable[..., Prefil
         "BLOCK_S": config.block_keys,
         "HAS_SCALES": bool(kept),
         "IN_HALF": (kind, kept) == ("bf16", "fp8e4nv"),
+        "PARTS": config.part_keys > 0,
+        "GPU": True,
     }
     # Outside the loops; outputs of 128 x 256 take half of the registers. Four warps of the fixed tiles hold more each.
     spill = 320 if dim > 128 else 16 if choose is choose_prefill else 64
@@ -218,7 +228,7 @@ def _signature(kind: str, kept: str = "") -> dict[str, str]:
     values = dict.fromkeys(("q_ptr", "out_ptr", "sinks_ptr", "q_norm_ptr", "k_norm_ptr"), f"*{kind}") | {"cache_ptr": f"*{kept or kind}"}
     lists = dict.fromkeys(("items_ptr", "tiles_ptr", "count_ptr", "arrivals_ptr", "table_ptr"), "*i32")
     numbers = {"scale": "fp32", "softcap": "fp32", "window": "i32", "eps": "fp32", "slots_ptr": "*i64"}
-    numbers |= dict.fromkeys(("partial_ptr", "lse_ptr", "cos_sin_ptr", "scales_ptr"), "*fp32")
+    numbers |= dict.fromkeys(("partial_ptr", "lse_ptr", "outputs_ptr", "sums_ptr", "cos_sin_ptr", "scales_ptr"), "*fp32")
     return values | lists | numbers | dict.fromkeys(_STEPS, "i32")
 
 
@@ -243,13 +253,15 @@ def _gather_build(kind: str, token: int, kept: str = "") -> Build:
 def _list_builds() -> list[Build]:
     rows_of = ("query_start_ptr", "query_len_ptr", "seq_len_ptr")
     pointers = ("items_ptr", "tiles_ptr", "count_ptr", "arrivals_ptr", "sorted_ptr", "starts_ptr", *rows_of)
-    numbers = ("num_rows", "capacity", "window", "num_tokens")
+    numbers = ("num_rows", "capacity", "window", "num_tokens", "slots", "num_arrivals")
     types = dict.fromkeys(pointers, "*i32") | dict.fromkeys(numbers, "i32")
     rows = {"HAS_WINDOW": False, "BLOCK_ROWS": 256, "QUERIES": 1}
+    tiles = {"TILE": 64, "BLOCK_TILES": 4, "BLOCK_KEYS": 0, "PART_KEYS": 0, "MOST_PARTS": MOST_PARTS}
+    many = {"BLOCK_ROWS": 2048, "BLOCK_TILES": 1}
     return [
         Build(decode_items, types, rows | {"CHUNK": 512, "NUM_KV": 8, "BLOCK_CHUNKS": 4, "NUM_BINS": 8}),
-        *[Build(prefill_tiles, types, rows | {"TILE": 64, "BLOCK_TILES": 4, "BLOCK_KEYS": keys}) for keys in (0, 64)],
-        Build(prefill_tiles, types, rows | {"TILE": 64, "BLOCK_ROWS": 2048, "BLOCK_TILES": 1, "BLOCK_KEYS": 0}, num_warps=16),
+        *[Build(prefill_tiles, types, rows | tiles | {"BLOCK_KEYS": keys}) for keys in (0, 64)],
+        *[Build(prefill_tiles, types, rows | tiles | many | {"PART_KEYS": keys}, num_warps=16) for keys in (0, PART_KEYS)],
         Build(sort_tiles, types, {"BLOCK": 32, "BLOCK_OTHERS": 64}),
     ]
 

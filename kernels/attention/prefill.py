@@ -12,6 +12,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from modelrunner.kernels.attention.device import launch_options, next_power_of_2, processors
+from modelrunner.kernels.attention.parts import add_up
 from modelrunner.kernels.attention.scaled import HALF_QUERY, factors, head_scales, in_half
 from modelrunner.kernels.attention.tile import LOG2E, LOWEST, add_sink, capped, fold, matmul, pages_of, token_offsets
 from modelrunner.kernels.attention.work_list import AttentionWork
@@ -56,7 +57,7 @@ def fold_keys(
     return acc, largest, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_row"])  # pages of a step that is not captured are of any number
 def prefill_attention(
     q_ptr,
     cache_ptr,
@@ -66,6 +67,9 @@ def prefill_attention(
     table_ptr,
     sinks_ptr,
     scales_ptr,
+    outputs_ptr,
+    sums_ptr,
+    arrivals_ptr,
     scale,
     softcap,
     window,
@@ -86,9 +90,14 @@ def prefill_attention(
     HAS_SINKS: tl.constexpr,
     HAS_SCALES: tl.constexpr,
     IN_HALF: tl.constexpr,
+    PARTS: tl.constexpr,
+    GPU: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A persistent program. Units (tile, key head) are sorted by falling length; dealt out to and fro, which evens out the sums."""
+    """A persistent program. Units (tile, key head) are sorted by falling length; dealt out to and fro, which evens out the sums.
+
+    PARTS: tiles may be parts of tiles, see `parts.py`. GPU: False in the interpreter.
+    """
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -138,6 +147,14 @@ def prefill_attention(
                     key_scale, softcap, window, page_rows, PAGE, TOKEN, D, BLOCK_D, BLOCK_S, HAS_SOFTCAP, HAS_WINDOW, True,
                 )  # fmt: skip
             full_end = tl.where(live > 0, tl.maximum((first_position + 1) // BLOCK_S * BLOCK_S, full_begin), last)
+            parts = 1
+            if PARTS:
+                word = tl.load(tile + 7)
+                parts = word % 16
+                part_keys = tl.cdiv(tl.cdiv(last, parts), BLOCK_S) * BLOCK_S
+                full_begin = tl.minimum(word // 16 % 16 * part_keys, last)
+                last = tl.minimum(full_begin + part_keys, last)
+                full_end = tl.maximum(tl.minimum(full_end, last // BLOCK_S * BLOCK_S), full_begin)
             acc, largest, total = fold_keys(
                 acc, largest, total, q, position, k_base, v_base, table, full_begin, full_end, first, last,
                 key_scale, softcap, window, page_rows, PAGE, TOKEN, D, BLOCK_D, BLOCK_S, HAS_SOFTCAP, HAS_WINDOW, False,
@@ -147,14 +164,22 @@ def prefill_attention(
                 key_scale, softcap, window, page_rows, PAGE, TOKEN, D, BLOCK_D, BLOCK_S, HAS_SOFTCAP, HAS_WINDOW, True,
             )  # fmt: skip
 
-            if HAS_SINKS:
-                sink = tl.load(sinks_ptr + head * GROUP + m % GROUP).to(tl.float32) * LOG2E
-                acc, total = add_sink(acc, largest, total, sink)
-            result = acc / tl.where(total > 0.0, total, 1.0)[:, None] * v_scale
-            result = tl.where((query < live)[:, None], result, 0.0)
-            out_ok = ((query < tokens) & (query < TILE))[:, None] & (dim < D)[None, :]
-            out = out_ptr + (token + query)[:, None] * (NUM_KV * GROUP * D) + heads * D + dim[None, :]
-            tl.store(out, result.to(out_ptr.dtype.element_ty), mask=out_ok)
+            whole = True
+            if PARTS:  # noqa: SIM102  one is of the build, one of the tile
+                if parts > 1:
+                    acc, largest, total, whole = add_up(
+                        acc, largest, total, word // 256, word // 16 % 16, parts, head, outputs_ptr, sums_ptr, arrivals_ptr,
+                        NUM_KV, BLOCK_M, BLOCK_D, GPU,
+                    )  # fmt: skip
+            if whole:
+                if HAS_SINKS:
+                    sink = tl.load(sinks_ptr + head * GROUP + m % GROUP).to(tl.float32) * LOG2E
+                    acc, total = add_sink(acc, largest, total, sink)
+                result = acc / tl.where(total > 0.0, total, 1.0)[:, None] * v_scale
+                result = tl.where((query < live)[:, None], result, 0.0)
+                out_ok = ((query < tokens) & (query < TILE))[:, None] & (dim < D)[None, :]
+                out = out_ptr + (token + query)[:, None] * (NUM_KV * GROUP * D) + heads * D + dim[None, :]
+                tl.store(out, result.to(out_ptr.dtype.element_ty), mask=out_ok)
 
 
 def prefill_rows(
@@ -176,6 +201,7 @@ def prefill_rows(
     assert prefill is not None
     config, device = prefill.config, q.device
     num_kv, dim, group = work.num_kv_heads, q.shape[2], q.shape[1] // work.num_kv_heads
+    parts = prefill.parts
     programs = min(prefill.tiles.shape[0] * num_kv, processors(device) * config.programs)
     prefill_attention[(programs,)](
         q,
@@ -186,6 +212,9 @@ def prefill_rows(
         work.block_table,
         q if sinks is None else sinks,
         q if scales is None else scales,
+        q if parts is None else parts.outputs,
+        q if parts is None else parts.sums,
+        prefill.count if parts is None else parts.arrivals,
         scale,
         softcap or 0.0,
         work.window or 0,
@@ -206,6 +235,8 @@ def prefill_rows(
         HAS_SINKS=sinks is not None,
         HAS_SCALES=scales is not None,
         IN_HALF=in_half(q, cache),
+        PARTS=parts is not None,
+        GPU=device.type == "cuda",
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         **launch_options(device),

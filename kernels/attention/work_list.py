@@ -85,7 +85,7 @@ class AttentionWork:
     prefill: PrefillList | None
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "capacity", "window"])
 def decode_items(
     items_ptr,
     count_ptr,
@@ -217,7 +217,8 @@ def build_work(
     if mixed:
         bounds = (num_decode, decode_query, num_tokens, max_seq_len, window)
         few = -(-num_tokens * group // USUAL_QUERIES) * num_kv_heads < processors(cache.device)
-        prefill = prefill_list(prefill_config or choose_prefill(head_dim, dtype, few), group, bounds, query_start, query_len, seq_len)
+        tiles, heads = prefill_config or choose_prefill(head_dim, dtype, few), (num_kv_heads, group, head_dim)
+        prefill = prefill_list(tiles, heads, bounds, query_start, query_len, seq_len)
     return AttentionWork(num_kv_heads, rows_per_page(cache), window, slots, block_table, decode, prefill)
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from modelrunner.kernels.automata.reference import BITS
+from modelrunner.kernels.automata.reference import BITS, NO_STATE
 
 
 def mask_states(
@@ -64,9 +65,7 @@ def walk_tokens(
     for n in going.tolist():
         state = int(at[row[n]])
         for k, token in enumerate(tokens[n, : int(most[n])].tolist()):
-            to = state
-            for byte in text[int(token_start[token]) : int(token_start[token + 1])].tolist():
-                to = int(table[to, byte]) if to >= 0 else to
+            to = _lead(table, state, text[int(token_start[token]) : int(token_start[token + 1])])
             state = to if to >= 0 else state
             if closed[state] or int(stops[token // BITS]) >> token % BITS & 1:
                 ends[n] = k + 1
@@ -75,4 +74,44 @@ def walk_tokens(
     return ends
 
 
-OVERRIDES = {"mask_states": mask_states, "walk_tokens": walk_tokens}
+def draft_states(
+    rows: torch.Tensor,
+    samples: torch.Tensor,
+    computed: torch.Tensor,
+    query_len: torch.Tensor,
+    token_ids: torch.Tensor,
+    slots: int,
+    states: torch.Tensor,
+    edges: torch.Tensor,
+    token_start: torch.Tensor,
+    token_bytes: torch.Tensor,
+    longest: int,
+) -> torch.Tensor:
+    """See the reference: row by row, byte by byte."""
+    found = torch.full_like(rows, NO_STATE)
+    row, place, counts = rows[::slots].numpy(), (computed + query_len)[::slots].numpy(), samples.view(-1, slots).numpy()
+    table, text, start, own = edges.numpy(), token_bytes.numpy(), token_start.numpy(), states.numpy()
+    out, ids = found.view(-1, slots).numpy(), token_ids.numpy()
+    for n in np.flatnonzero(own[row] >= 0).tolist():
+        state = int(own[row[n]])
+        for at in range(slots):
+            if state < 0 or not counts[n, at]:
+                break
+            out[n, at] = state
+            if at + 1 < slots and counts[n, at + 1]:
+                token = min(max(int(ids[row[n], place[n] + at]), 0), start.size - 2)
+                draft = text[start[token] : start[token + 1]]
+                state = _lead(table, state, draft) if draft.size else NO_STATE
+    return found
+
+
+def _lead(edges: npt.NDArray[np.int16], state: int, text: npt.NDArray[np.uint8]) -> int:
+    """The state after the bytes of a token, -1 where they lead nowhere."""
+    for byte in text.tolist():
+        if state < 0:
+            break
+        state = int(edges[state, byte])
+    return state
+
+
+OVERRIDES = {"draft_states": draft_states, "mask_states": mask_states, "walk_tokens": walk_tokens}

@@ -1,6 +1,7 @@
 """Byte automata in plain torch (see `modelrunner.automaton`).
 
-A states in the arena, V vocabulary size, B bytes of all tokens, N rows of the step, R rows of the request table, k draft tokens.
+A states in the arena, V vocabulary size, B bytes of all tokens, N rows of the step, R rows of the request table, L longest request, k draft
+tokens.
 edges: [A, 256] int16, the next state for each byte, or -1. token_start: [V + 1] int32, where each token's bytes begin in token_bytes [B]
 uint8; a token without bytes is in no language. stops: [ceil(V / 32)] int32, bitmask of the ids that end an output; they have no bytes.
 """
@@ -11,6 +12,7 @@ import torch
 
 BITS = 32  # tokens in a word of a mask
 CHUNK = 16  # states whose masks are made at a time
+NO_STATE = -1
 
 
 def mask_states(
@@ -86,3 +88,38 @@ def walk_tokens(
         ends = torch.where(counts & (over | (closed[state.clamp(min=0)] != 0)), at + 1, ends)
     states[row] = torch.where(going, state.to(states.dtype), states[row])
     return ends
+
+
+def draft_states(
+    rows: torch.Tensor,
+    samples: torch.Tensor,
+    computed: torch.Tensor,
+    query_len: torch.Tensor,
+    token_ids: torch.Tensor,
+    slots: int,
+    states: torch.Tensor,
+    edges: torch.Tensor,
+    token_start: torch.Tensor,
+    token_bytes: torch.Tensor,
+    longest: int,
+) -> torch.Tensor:
+    """The state of each line of a step with drafts: the row's own one, gone on by the bytes of the drafts ahead of the line.
+
+    A row has S = slots = 1 + k lines. rows, samples, computed, query_len: [N * S], of lines, and token_ids [R, L] int32, as in
+    `verify_drafts`. states: [R] int32, not changed: a row's own state follows the tokens that are kept (see `walk_tokens`).
+    Returns [N * S] int32: -1, which stands for no mask, where the row has no automaton or the line does not count, and behind a draft that
+    leads nowhere: such a draft is not kept, so what its line says is not looked at.
+    """
+    lines = [each.view(-1, slots) for each in (rows, samples, computed + query_len)]
+    row, counting, first = lines[0][:, 0].long(), lines[1], lines[2][:, 0].long()
+    state, found = states[row].long(), []
+    for at in range(slots):
+        state = torch.where(counting[:, at], state, NO_STATE)
+        found.append(state)
+        token = token_ids[row, (first + at).clamp(max=token_ids.shape[1] - 1)].clamp(0, token_start.shape[0] - 2).long()
+        start, stop = token_start[token].long(), token_start[token + 1].long()
+        state = torch.where(start < stop, state, NO_STATE)
+        for place in range(longest):
+            byte = token_bytes[(start + place).clamp(max=token_bytes.shape[0] - 1)].long()
+            state = torch.where((start + place < stop) & (state >= 0), edges[state.clamp(min=0), byte].long(), state)
+    return torch.stack(found, 1).flatten().to(states.dtype)

@@ -93,6 +93,37 @@ def _walk_tokens(
     tl.store(ends + n, end, mask=some)
 
 
+@triton.jit(do_not_specialize=["num_rows"])
+def _draft_states(
+    rows, samples, computed, query_len, token_ids, longest, states, edges, token_start, token_bytes, out, num_rows, vocab,
+    K1: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """ROWS rows a program, each of K1 lines."""
+    if PDL:
+        gdc_launch_dependents()
+    n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    some = n < num_rows
+    line = n.to(tl.int64) * K1
+    if PDL:
+        gdc_wait()
+    row = tl.load(rows + line, mask=some, other=0).to(tl.int64)
+    first = tl.load(computed + line, mask=some, other=0) + tl.load(query_len + line, mask=some, other=0)
+    drafts = token_ids + row * longest + first
+    state = tl.load(states + row, mask=some, other=-1)
+    for at in tl.static_range(K1):
+        counts = some & (tl.load(samples + line + at, mask=some, other=0) != 0)
+        state = tl.where(counts, state, -1)
+        tl.store(out + line + at, state, mask=some)
+        if at + 1 < K1:
+            goes = state >= 0
+            more = goes & (tl.load(samples + line + at + 1, mask=goes, other=0) != 0)
+            token = tl.minimum(tl.maximum(tl.load(drafts + at, mask=more, other=0), 0), vocab - 1)
+            start = tl.load(token_start + token, mask=more, other=0)
+            length = tl.load(token_start + token + 1, mask=more, other=0) - start
+            leads = more & (length > 0)
+            state = tl.where(leads, _lead(state, leads, start, length, edges, token_bytes), -1)
+
+
 def mask_states(
     first: int,
     count: int,
@@ -138,3 +169,26 @@ def walk_tokens(
         n, tokens.stride(0), token_start.shape[0] - 1, width, ROWS, num_warps=1, **pdl(rows),
     )  # fmt: skip
     return ends
+
+
+def draft_states(
+    rows: torch.Tensor,
+    samples: torch.Tensor,
+    computed: torch.Tensor,
+    query_len: torch.Tensor,
+    token_ids: torch.Tensor,
+    slots: int,
+    states: torch.Tensor,
+    edges: torch.Tensor,
+    token_start: torch.Tensor,
+    token_bytes: torch.Tensor,
+    longest: int,
+) -> torch.Tensor:
+    """See the reference: one launch."""
+    n, found = rows.shape[0] // slots, torch.empty_like(rows)
+    if n:
+        _draft_states[(triton.cdiv(n, ROWS),)](
+            rows, samples, computed, query_len, token_ids, token_ids.stride(0), states, edges, token_start, token_bytes, found,
+            n, token_start.shape[0] - 1, slots, ROWS, num_warps=1, **pdl(rows),
+        )  # fmt: skip
+    return found

@@ -14,7 +14,7 @@ from modelrunner.kernels.linear.fixed import fixed_int8_matmul, fixed_kernel, fi
 from modelrunner.kernels.linear.gemv import gemv_kernel
 from modelrunner.kernels.linear.launch import SUM_BLOCK, SUM_WARPS
 from modelrunner.kernels.linear.plan import Gemv, Stream, added, plan
-from modelrunner.kernels.linear.products import int8_matmul, matmul, matmul_add, norm_gated_matmul, norm_matmul
+from modelrunner.kernels.linear.products import int8_matmul, matmul, matmul_add, matmul_add_in_place, norm_gated_matmul, norm_matmul
 from modelrunner.kernels.linear.stream import stream_kernel
 from modelrunner.kernels.linear.tiles import sum_kernel, tile_kernel
 
@@ -22,6 +22,7 @@ OVERRIDES: dict[str, Callable[..., Any]] = {
     "matmul": matmul,
     "int8_matmul": int8_matmul,
     "matmul_add": matmul_add,
+    "matmul_add_in_place": matmul_add_in_place,
     "norm_matmul": norm_matmul,
     "norm_gated_matmul": norm_gated_matmul,
 }

@@ -39,15 +39,27 @@ def matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return out if x.dim() == 2 else out.view(*x.shape[:-1], -1)
 
 
-def matmul_add(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-    """residual + x @ weight.T, rounded once. x: [T, K]; weight: [N, K]; residual: [T, N], or a bias [N], then by the vendor's library."""
-    if residual.dim() == 1:
-        return torch.addmm(residual, x, weight.t())
+def _choose_added(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> Gemv | Tiles | Stream | None:
+    """`_choose` for a product that is added to a residual."""
     tiles = _choose(x, weight, weight.shape[0], False, False) if residual.stride(-1) == 1 else None
     if tiles is None and x.stride(1) == residual.stride(-1) == 1 and weight.is_contiguous() and x.dtype == weight.dtype:
         tiles = added(x.shape[0], *weight.shape, 8 * x.element_size())
+    return tiles
+
+
+def matmul_add(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    """residual + x @ weight.T, rounded once. x: [T, K]; weight: [N, K]; residual: [T, N], or a bias [N], then by the vendor's library."""
+    tiles = None if residual.dim() == 1 else _choose_added(x, weight, residual)
     if tiles is None:
         return torch.addmm(residual, x, weight.t())
+    return run(tiles, x, weight, Extras(residual=residual))
+
+
+def matmul_add_in_place(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    """`matmul_add`; the vendor's library, which otherwise begins with a copy of the residual, puts the sum in its place."""
+    tiles = _choose_added(x, weight, residual)
+    if tiles is None:
+        return residual.addmm_(x, weight.t())
     return run(tiles, x, weight, Extras(residual=residual))
 
 

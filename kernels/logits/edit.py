@@ -87,13 +87,13 @@ def _bits(ids, vocab, seat, masks_ptr, words):
 def _mask_all(
     logits, stride, vocab, rows, allow_seats, masks, words, states, state_masks, BLOCK: tl.constexpr, SPAN: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """Program (n, b): -inf for those of SPAN blocks of tokens of row n that a mask of the row leaves out. Where it leaves out all of a
+    """Program (n, b): -inf for those of SPAN blocks of tokens of line n that a mask of the row leaves out. Where it leaves out all of a
     block they are not read, where it leaves out none they are not written."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     n = tl.program_id(0).to(tl.int64)
-    row = tl.load(rows + n).to(tl.int64)
+    row = n if rows is None else tl.load(rows + n).to(tl.int64)
     seat, state = tl.full([], -1, tl.int32), tl.full([], -1, tl.int32)
     if allow_seats is not None:
         seat = tl.load(allow_seats + row)
@@ -238,7 +238,7 @@ def _masks(allowed: Seated | None, automata: Seated | None) -> tuple[torch.Tenso
     return *(allowed or (None, None)), words, *(automata or (None, None))
 
 
-def mask_logits(logits: torch.Tensor, rows: torch.Tensor, allowed: Seated | None, automata: Seated | None) -> None:
+def mask_logits(logits: torch.Tensor, rows: torch.Tensor | None, allowed: Seated | None, automata: Seated | None) -> None:
     """See `reference.mask_logits`: one launch, which costs next to nothing for rows without a mask. logits.stride(1) must be 1."""
     n, vocab = logits.shape
     assert logits.stride(1) == 1, "the logits of a row lie side by side"

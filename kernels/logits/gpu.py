@@ -23,11 +23,12 @@ def _build(kernel: Any, dtype: str, warps: int = 4, out: str = "*fp32", **consta
 
 
 NO_DRAFTS: dict[str, Any] = {"ahead": None}
+BY_LINE: dict[str, Any] = {"rows": None}
 BUILDS: list[Build] = [
     *(_build(_edit_all, dtype, BLOCK=BLOCK, **some) for dtype in ("*bf16", "*fp16", "*fp32") for some in (NO_DRAFTS, {})),
     *(_build(_edit_all, dtype, out=dtype, BLOCK=BLOCK, **NO_DRAFTS) for dtype in ("*bf16", "*fp16")),
     *(_build(_edit_named, dtype, 2, ENTRIES=ENTRIES, TOKENS=8, **some) for dtype in ("*bf16", "*fp32") for some in (NO_DRAFTS, {})),
     *(_build(_mask_all, dtype, BLOCK=BLOCK, SPAN=SPAN) for dtype in ("*bf16", "*fp16", "*fp32")),
-    _build(_mask_all, "*bf16", BLOCK=BLOCK, SPAN=SPAN, allow_seats=None, masks=None),
+    *(_build(_mask_all, "*bf16", BLOCK=BLOCK, SPAN=SPAN, allow_seats=None, masks=None, **some) for some in ({}, BY_LINE)),
     _build(_count_tokens, "*bf16", BLOCK=COUNT_BLOCK),
 ]

@@ -111,12 +111,15 @@ def _with_drafts(words: torch.Tensor, row: torch.Tensor, known: torch.Tensor, ah
 
 def mask_logits(
     logits: torch.Tensor,
-    rows: torch.Tensor,
+    rows: torch.Tensor | None,
     allowed: tuple[torch.Tensor, torch.Tensor] | None,
     automata: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> None:
-    """Apply the masks of `edit_logits` to the logits [N, V] themselves; rows without one are not touched."""
-    row, vocab = rows.long(), logits.shape[1]
+    """Apply the masks of `edit_logits` to the logits [N, V] themselves; rows without one are not touched.
+
+    rows: None where seats and states are [N], of the lines themselves.
+    """
+    row, vocab = slice(None) if rows is None else rows.long(), logits.shape[1]
     for masks in (allowed, automata):
         if masks is not None:
             seat = masks[0][row]

@@ -168,7 +168,7 @@ def draft_inputs(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=_ANY_SIZE)
+@triton.jit(do_not_specialize=[*_ANY_SIZE, "P", "table_stride"])
 def pass_kernel(
     rows_ptr, wants_ptr, known_ptr, limit_ptr, table_ptr,
     query_len_out, computed_out, seq_len_out, positions_out, valid_out, slots_out,

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 import torch
 
-NO_DRAFT = -1
 NULL_PAGE = 0
 SKIP_SLOT = -1
 

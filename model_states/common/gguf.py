@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 import torch
@@ -20,6 +21,7 @@ LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+LAYER = re.compile(r"model\.layers\.(?P<layer>\d+)\.(?P<inner>.+)")
 _HF_LAYER_NAMES = {hf: gguf for gguf, hf in LAYER_NAMES.items()}
 _HF_GLOBAL_NAMES = {hf: gguf for gguf, hf in GLOBAL_NAMES.items()}
 
@@ -27,13 +29,17 @@ _HF_GLOBAL_NAMES = {hf: gguf for gguf, hf in GLOBAL_NAMES.items()}
 def gguf_name(name: str, own: Mapping[str, str] | None = None) -> str:
     """The GGUF name of a tensor with the Hugging Face name `name`, e.g. `model.layers.3.mlp.up_proj.weight` -> `blk.3.ffn_up.weight`.
 
-    own: a family's own names within a layer, Hugging Face -> GGUF, which come first.
+    own: a family's own names within a layer, Hugging Face -> GGUF, which come first. Raises ValueError for a name that neither has.
     """
     stem, _, leaf = name.rpartition(".")
     if stem in _HF_GLOBAL_NAMES:
         return f"{_HF_GLOBAL_NAMES[stem]}.{leaf}"
-    _, _, layer, inner = stem.split(".", 3)
-    return f"blk.{layer}.{(own or {}).get(inner) or _HF_LAYER_NAMES[inner]}.{leaf}"
+    found = LAYER.fullmatch(stem)
+    names = {**_HF_LAYER_NAMES, **(own or {})}
+    if found is None or found["inner"] not in names:
+        known = f"in a layer {', '.join(sorted(names))}; outside {', '.join(sorted(_HF_GLOBAL_NAMES))}"
+        raise ValueError(f"no GGUF name is known for {name!r}; known are, {known}. Give others of a layer in `own`")
+    return f"blk.{found['layer']}.{names[found['inner']]}.{leaf}"
 
 
 def unpermute(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:

@@ -87,21 +87,36 @@ class Attention(nn.Module):
         """x: [T, input size]. cos_sin: [T, rotary dimension], gathered for the step's positions. Returns [T, H]."""
         return cast(torch.Tensor, self.output(self.heads(self.qkv(x), cos_sin, attention)))
 
-    def residual(self, x: torch.Tensor, norm: RMSNorm, cos_sin: torch.Tensor, attention: Mapping[str, BoundAttention]) -> torch.Tensor:
-        """x + attention(norm(x)), where operations may be fused. Shapes as in `forward`; a new tensor."""
-        return self.output.added(self.heads(self.qkv.normed(x, norm), cos_sin, attention), x)
+    def residual(
+        self,
+        x: torch.Tensor,
+        norm: RMSNorm,
+        cos_sin: torch.Tensor,
+        attention: Mapping[str, BoundAttention],
+        in_place: bool = False,
+        tokens: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """x + attention(norm(x)), where operations may be fused. Shapes as in `forward`; a new tensor, or with in_place perhaps x.
 
-    def heads(self, qkv: torch.Tensor, cos_sin: torch.Tensor, attention: Mapping[str, BoundAttention]) -> torch.Tensor:
-        """What the heads see: [T, (HQ + 2 HK) * D] -> [T, HQ * D]."""
-        norms = self.q_norm, self.k_norm
-        if norms[0] is None or norms[1] is None:
-            return attention[self.group].from_qkv(qkv, Rotary(cos_sin), self.layer)
-        if not self.norm_all_heads:
-            return attention[self.group].from_qkv(qkv, Rotary(cos_sin, norms[0].weight, norms[1].weight, norms[0].eps), self.layer)
+        tokens: [n] int64, the last of each row: those of x whose result is wanted, [n, H].
+        """
+        heads = self.heads(self.qkv.normed(x, norm), cos_sin, attention, tokens)
+        return self.output.added(heads, x if tokens is None else x.index_select(0, tokens), in_place)
+
+    def heads(
+        self, qkv: torch.Tensor, cos_sin: torch.Tensor, attention: Mapping[str, BoundAttention], tokens: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """What the heads see: [T, (HQ + 2 HK) * D] -> [T, HQ * D], or [n, HQ * D] of `tokens` (see `residual`)."""
+        norms, bound = (self.q_norm, self.k_norm), attention[self.group]
+        if norms[0] is None or norms[1] is None or not self.norm_all_heads:
+            given = () if norms[0] is None or norms[1] is None else (norms[0].weight, norms[1].weight, norms[0].eps)
+            rotary = Rotary(cos_sin, *given)
+            return bound.from_qkv(qkv, rotary, self.layer) if tokens is None else bound.from_qkv_at(qkv, rotary, self.layer, tokens)
         q, k, v = qkv.split(self.sizes, -1)
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in (norms[0](q), norms[1](k), v))
         q, k = self.ops.apply_rope(q, k, None, cos_sin)
-        return attention[self.group](q, k, v, self.layer)
+        out = bound(q, k, v, self.layer)
+        return out if tokens is None else out.index_select(0, tokens)
 
 
 class GatedMLP(nn.Module):
@@ -124,6 +139,6 @@ class GatedMLP(nn.Module):
         activation = getattr(self.ops, self.activation)
         return cast(torch.Tensor, self.down(activation(self.gate_up(x))))
 
-    def residual(self, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
-        """x + mlp(norm(x)), where operations may be fused: [T, hidden_size] -> [T, hidden_size], a new tensor."""
-        return self.down.added(self.gate_up.gated(x, norm, self.activation), x)
+    def residual(self, x: torch.Tensor, norm: RMSNorm, in_place: bool = False) -> torch.Tensor:
+        """x + mlp(norm(x)), where operations may be fused: [T, hidden_size] -> [T, hidden_size], new, or with in_place perhaps x."""
+        return self.down.added(self.gate_up.gated(x, norm, self.activation), x, in_place)

@@ -50,13 +50,20 @@ class RopeSpec:
         return max(self.max_position, int(self.original_length * self.factor)) if self.kind in ("linear", "yarn") else self.max_position
 
 
+def theta_of(value: Any) -> float:
+    """The base of the frequencies; 10000 where none is given. Raises ValueError for what is no number."""
+    try:
+        return float(value or 10000.0)
+    except (TypeError, ValueError):
+        raise ValueError(f"rope_theta is {value!r}; a number is needed") from None
+
+
 def rope_spec(config: Mapping[str, Any], head_dim: int) -> RopeSpec:
     """Read the rope fields of `config`. Raises ValueError that names the field for a kind or a layout that is not supported."""
-    parameters: dict[str, Any] = {
-        "rope_theta": config.get("rope_theta"),
-        **(config.get("rope_scaling") or {}),
-        **(config.get("rope_parameters") or {}),
-    }
+    given = {name: config.get(name) or {} for name in ("rope_scaling", "rope_parameters")}
+    if odd := [f"{name} is {value!r}" for name, value in given.items() if not isinstance(value, Mapping)]:
+        raise ValueError(f"{' and '.join(odd)}; an object is needed, or null")
+    parameters: dict[str, Any] = {"rope_theta": config.get("rope_theta"), **given["rope_scaling"], **given["rope_parameters"]}
     per_layer = [name for name, value in parameters.items() if isinstance(value, Mapping)]
     if per_layer:
         raise ValueError(f"rope_parameters differ by layer type ({', '.join(per_layer)}); one set for all layers is supported")
@@ -75,7 +82,7 @@ def rope_spec(config: Mapping[str, Any], head_dim: int) -> RopeSpec:
             raise ValueError(f"rope_parameters have {wrong} entries; {rotary_dim // 2} are needed, one for each pair of components")
     return RopeSpec(
         kind=kind,
-        theta=float(parameters.get("rope_theta") or 10000.0),
+        theta=theta_of(parameters.get("rope_theta")),
         rotary_dim=rotary_dim,
         max_position=int(config["max_position_embeddings"]),
         parameters=parameters,

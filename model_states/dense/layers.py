@@ -54,14 +54,36 @@ class DenseModel(nn.Module):
         self.head = ctx.linear(config.hidden_size, config.vocab_size, tied=self.embed.weight if config.tied else None)
         self.register_buffer("cos_sin", cos_sin_table(*inverse_frequencies(config.rope, max_length), max_length, ctx.device))
 
-    def forward(self, hidden: torch.Tensor, positions: torch.Tensor, attention: Mapping[str, BoundAttention], tap: Tap) -> torch.Tensor:
-        """hidden: [T, H] embeddings. Returns [T, H], normalised."""
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        attention: Mapping[str, BoundAttention],
+        tap: Tap,
+        sampled: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """hidden: [T, H] embeddings. Returns [T, H], normalised; with sampled [n, H], see `ModelState.forward`, and overwrites hidden."""
         cos_sin = self.rotary(positions)
+        if sampled is not None:
+            return self.narrowed(hidden, cos_sin, attention, sampled)
         total = tap("layer.0", hidden)
         for index, layer in enumerate(self.stack):
             total = layer.attention.residual(total, layer.attention_norm, cos_sin, attention)
             total = tap(f"layer.{index + 1}", layer.mlp.residual(total, layer.mlp_norm))
         normed: torch.Tensor = self.norm(total)
+        return normed
+
+    def narrowed(
+        self, total: torch.Tensor, cos_sin: torch.Tensor, attention: Mapping[str, BoundAttention], sampled: torch.Tensor
+    ) -> torch.Tensor:
+        """`forward` of a step in which nobody looks at a layer: sums take the place of what they are added to, and the last layer attends,
+        and goes on, with the sampled tokens alone."""
+        for layer in self.stack[:-1]:
+            total = layer.attention.residual(total, layer.attention_norm, cos_sin, attention, in_place=True)
+            total = layer.mlp.residual(total, layer.mlp_norm, in_place=True)
+        last = self.stack[-1]
+        total = last.attention.residual(total, last.attention_norm, cos_sin, attention, in_place=True, tokens=sampled)
+        normed: torch.Tensor = self.norm(last.mlp.residual(total, last.mlp_norm, in_place=True))
         return normed
 
     def rotary(self, positions: torch.Tensor) -> torch.Tensor:

@@ -25,6 +25,7 @@ class DenseState(ModelState):
     """
 
     module: DenseModel
+    narrows = True
 
     def __init__(self, card: ModelCard, settings: RunnerSettings) -> None:
         super().__init__(card, settings)
@@ -66,8 +67,10 @@ class DenseState(ModelState):
         attention: Mapping[str, BoundAttention],
         caches: Mapping[str, torch.Tensor],
         tap: Tap,
+        *,
+        sampled: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return cast(torch.Tensor, self.module(hidden, positions, attention, tap))
+        return cast(torch.Tensor, self.module(hidden, positions, attention, tap, sampled))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return cast(torch.Tensor, self.module.head(hidden))

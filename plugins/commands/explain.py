@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from modelrunner.cli import Command
-from modelrunner.errors import ModelRunnerError
+from modelrunner.errors import ModelRunnerError, SettingsError
 from modelrunner.offers import Decline
 from modelrunner.plugin_choice import Asked, Choice, choose, near_miss, pin_of
 from modelrunner.plugin_manager import PluginManager
@@ -119,11 +119,19 @@ class Report:
         yield from self.optional("grammar_backend", settings=settings)
 
     def about_drafter(self, card: ModelCard, state: ModelState, needs: Needs) -> Iterator[str]:
-        """The question that is put if the settings name a drafter. Its cache groups are not asked about."""
+        """The question that is put if the settings name a drafter. Its cache groups are not asked about.
+
+        Without one, settings that an engine start would refuse beside none are told.
+        """
         from modelrunner.choosing import Chooser
-        from modelrunner.drafter_setup import open_draft, target_model
+        from modelrunner.drafter_setup import open_draft, refuse_unused, target_model
 
         if self.settings.speculation.drafter is None:
+            try:
+                refuse_unused(self.settings)
+            except SettingsError as error:
+                self.unanswered.append("drafter")
+                yield f"drafter is not asked for: {error}"
             return
         choose = Chooser(self.manager, self.settings)
         longest = min(self.settings.model.max_model_len or needs.max_model_len, needs.max_model_len)

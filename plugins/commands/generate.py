@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from modelrunner.cli import Command
 from modelrunner.plugins import trace
+from modelrunner.plugins.commands import sampling_options
 
 if TYPE_CHECKING:
     from modelrunner.logprobs import Logprob
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from modelrunner.request import RequestOutput, SamplingParams
 
 DEFAULT_MAX_TOKENS = 64
-SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "ignore_eos", "logprobs", "prompt_logprobs")
 
 
 def command() -> Command:
@@ -44,24 +44,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="image that the prompt is about; repeatable, in the order of its placeholders; with --chat they come before the text",
     )  # fmt: skip
     parser.add_argument("--chat", action="store_true", help="put each prompt into the model's chat template, as the user's message")
-    parser.add_argument("--max-tokens", type=int, default=DEFAULT_MAX_TOKENS, metavar="N", help="most tokens to generate (%(default)s)")
-    parser.add_argument("--temperature", type=float, metavar="T", help="0 for greedy; default: the model's own, else 1")
-    parser.add_argument("--top-p", type=float, metavar="P", help="sample among the likeliest tokens that together hold this probability")
-    parser.add_argument("--top-k", type=int, metavar="K", help="sample among this many tokens")
-    parser.add_argument("--min-p", type=float, metavar="P", help="sample among tokens at least this fraction as likely as the best")
-    parser.add_argument("--seed", type=int, metavar="S", help="the same seed gives the same text")
-    parser.add_argument("--stop", action="append", metavar="TEXT", help="end the output before this text; repeatable")
-    parser.add_argument("--ignore-eos", action="store_true", default=None, help="go on past the end of the sequence")
+    sampling_options.add_arguments(parser, default_max_tokens=DEFAULT_MAX_TOKENS)
     parser.add_argument(
         "--json",
         action="store_true",
-        help="one JSON object a line: prompt_token_ids, token_ids, text, finish_reason; with a drafter num_drafted, num_accepted",
+        help="one JSON object a line: prompt_token_ids, token_ids, text, finish_reason, stop_reason, and counts: num_prompt_tokens, "
+        "num_cached_tokens, num_drafted, num_accepted, num_steps (of all prompts together), seconds, seconds_to_first_token",
     )
-    parser.add_argument(
-        "--logprobs", type=int, metavar="N",
-        help="with --json, list for each token its log-prob and those of the N likeliest ones; -9999 is a token that could not come",
-    )  # fmt: skip
-    parser.add_argument("--prompt-logprobs", type=int, metavar="N", help="the same for each token of the prompt but the first")
     trace.add_option(parser)
 
 
@@ -89,8 +78,30 @@ def read_ids(text: str) -> list[int]:
 
 def run(args: argparse.Namespace, manager: PluginManager) -> int:
     """Generate and print. Returns 1 when an output ended in an error."""
-    from modelrunner.errors import RequestError
     from modelrunner.request import SamplingParams, default_params
+
+    check(args)
+    images = [read_image(path) for path in args.images]
+    given = sampling_options.given(args)
+    SamplingParams(**given)  # a wrong parameter is told before the model is loaded
+    from modelrunner.llm import LLM
+
+    with LLM(args.model or "", plugins=args.plugins, **trace.traced(args.settings, args.trace)) as llm:
+        params = SamplingParams(**{**default_params(llm.card).model_dump(exclude_defaults=True), **given})
+        outputs = generate(llm, args.prompts, params, args.chat, images)
+        decodes, num_steps = llm.tokenizer is not None, llm.engine.scheduler.stats.steps
+    show_json(outputs, num_steps) if args.json else show_text(args.prompts, outputs, args.chat, decodes)
+    failed = [(place, output.outputs[0]) for place, output in enumerate(outputs, 1) if output.outputs[0].finish_reason == "error"]
+    for place, answer in failed:
+        print(
+            f"modelrunner: error: output {place} of {len(outputs)} ended early: {answer.stop_reason or 'no reason given'}", file=sys.stderr
+        )
+    return 1 if failed else 0
+
+
+def check(args: argparse.Namespace) -> None:
+    """Refuse options that do not go together. Raises RequestError."""
+    from modelrunner.errors import RequestError
 
     if not args.prompts:
         raise RequestError("no prompt: give --prompt TEXT, --prompt-file FILE (- for standard input) or --prompt-ids IDS")
@@ -100,19 +111,8 @@ def run(args: argparse.Namespace, manager: PluginManager) -> int:
         raise RequestError("--prompt-ids with --chat: a chat template takes text; give --prompt, or leave --chat out")
     if args.images and len(args.prompts) > 1:
         raise RequestError(f"--image with {len(args.prompts)} prompts; give one prompt with images")
-    images = [read_image(path) for path in args.images]
     if not args.json and (args.logprobs is not None or args.prompt_logprobs is not None):
         raise RequestError("--logprobs and --prompt-logprobs are shown by --json only; add it")
-    given = {name: value for name in SAMPLING if (value := getattr(args, name)) is not None}
-    SamplingParams(**given)  # a wrong parameter is told before the model is loaded
-    from modelrunner.llm import LLM
-
-    with LLM(args.model or "", plugins=args.plugins, **trace.traced(args.settings, args.trace)) as llm:
-        params = SamplingParams(**{**default_params(llm.card).model_dump(exclude_defaults=True), **given})
-        outputs = generate(llm, args.prompts, params, args.chat, images)
-        decodes = llm.tokenizer is not None
-    show_json(outputs) if args.json else show_text(args.prompts, outputs, args.chat, decodes)
-    return 1 if any(output.outputs[0].finish_reason == "error" for output in outputs) else 0
 
 
 def read_image(path: Path) -> bytes:
@@ -140,16 +140,23 @@ def generate(
     return list(llm.generate({**named, "multi_modal_data": {"image": list(images)}}, params))
 
 
-def show_json(outputs: Sequence[RequestOutput]) -> None:
+def show_json(outputs: Sequence[RequestOutput], num_steps: int) -> None:
+    """A line for each output. num_steps: that the engine took for all of them."""
     for output in outputs:
-        choice = output.outputs[0]
+        choice, times = output.outputs[0], output.metrics
         line: dict[str, Any] = {
             "prompt_token_ids": list(output.prompt_token_ids),
             "token_ids": list(choice.token_ids),
             "text": choice.text,
             "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+            "num_prompt_tokens": len(output.prompt_token_ids),
+            "num_cached_tokens": output.num_cached_tokens,
             "num_drafted": choice.num_drafted,
             "num_accepted": choice.num_accepted,
+            "num_steps": num_steps,
+            "seconds": since(times.arrival_time, times.finished_time),
+            "seconds_to_first_token": since(times.arrival_time, times.first_token_time),
         }
         if choice.logprobs is not None:
             line["logprobs"] = [entries(found) for found in choice.logprobs]
@@ -157,6 +164,11 @@ def show_json(outputs: Sequence[RequestOutput]) -> None:
         if output.prompt_logprobs is not None:
             line["prompt_logprobs"] = [None if found is None else entries(found) for found in output.prompt_logprobs]
         print(json.dumps(line, allow_nan=False))
+
+
+def since(start: float, end: float | None) -> float | None:
+    """Seconds between two times, to a tenth of a millisecond; None if it never came to the second."""
+    return None if end is None else round(end - start, 4)
 
 
 def entries(found: Mapping[int, Logprob]) -> list[dict[str, Any]]:

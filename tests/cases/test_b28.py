@@ -24,12 +24,16 @@ def params(s: int) -> SamplingParams:
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("prefix", [False, True])
-@pytest.mark.parametrize("way", ["device", "host"])
-def test_grammars_across_preemption_and_overlap(way: str, depth: int, prefix: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("way", "drafter"), [("device", None), ("host", None), ("device", "ngram")])
+def test_grammars_across_preemption_and_overlap(
+    way: str, drafter: str | None, depth: int, prefix: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MODELRUNNER_GRAMMAR__MAX_WHITESPACE", "0")
     monkeypatch.setenv("MODELRUNNER_GRAMMAR__AUTOMATON_MEMORY", "1" if way == "device" else "0")
     subject = dense()
-    driver = Driver(subject.engine(depth=depth, prefix=prefix, rows=4, pages=24, tokens=32, device=device, device_seed=depth))
+    driver = Driver(
+        subject.engine(depth=depth, prefix=prefix, rows=4, pages=24, tokens=32, device=device, device_seed=depth, drafter=drafter)
+    )
     probe = EngineProbe(driver)
     probe.poison_freed_pages()
     for s in range(4):
@@ -44,6 +48,7 @@ def test_grammars_across_preemption_and_overlap(way: str, depth: int, prefix: bo
     assert guides[3].matcher is None, "the aborted request's matcher is kept"
     driver.finish()
     assert {each.partition(":")[0] for each in driver.engine.guides.ways} == {way}
+    assert bool(driver.engine.scheduler.stats.num_drafted) == bool(drafter)
     assert probe.counters().preemptions >= 4
     assert driver.result("r3").finish_reason == "abort"
     for s in range(3):

@@ -178,8 +178,8 @@ BAD: dict[str, tuple[type[Exception], Callable[[Path], Any], Any]] = {
     "no such checkpoint": (CheckpointError, lambda _: "/nowhere/at/all", None),
     "a damaged checkpoint": (CheckpointError, lambda folder: folder / "damaged.safetensors", None),
     "no tensors": (CheckpointError, lambda _: [], None),
-    "not pairs": (TypeError, lambda _: [1, 2], None),
-    "nothing to go through": (TypeError, lambda _: 5, None),
+    "not pairs": (RequestError, lambda _: [1, 2], None),
+    "nothing to go through": (RequestError, lambda _: 5, None),
     "a sender that fails at once": (OSError, lambda _: broken(0), None),
 }
 

@@ -49,7 +49,15 @@ def resolved(deterministic: bool) -> dict[str, str]:
 def test_fusions_that_mix_rows_give_way_to_plain_chains() -> None:
     pytest.importorskip("triton")
     fixed, fast = resolved(True), resolved(False)
-    for name in ("norm_matmul", "norm_gated_matmul", "matmul_add", "add_rms_norm", "qkv_attention", "qkv_rope_write"):
+    for name in (
+        "norm_matmul",
+        "norm_gated_matmul",
+        "matmul_add",
+        "matmul_add_in_place",
+        "add_rms_norm",
+        "qkv_attention",
+        "qkv_rope_write",
+    ):
         assert fast[name].startswith("fused by")
         assert fixed[name].startswith("plain chain of")
         assert hasattr(fusions, name)

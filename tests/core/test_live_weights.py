@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -140,6 +141,30 @@ def test_llm_updates_weights() -> None:
     assert_same(dense(2), P(20, 1), GREEDY, output.outputs[0])
 
 
+def test_a_mapping_is_as_good_as_pairs() -> None:
+    """Such as a state dict."""
+    llm = dense(1).llm()
+    llm.update_weights(dict(tensors(dense(2))))
+    assert_same(dense(2), P(20, 1), GREEDY, llm.generate({"prompt_token_ids": P(20, 1)}, GREEDY)[0].outputs[0])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (3, "tensors: got an int"),
+        (torch.zeros(2, 2), "tensors: got a Tensor"),
+        ({"x": 1}, "got the pair of 'x' and an int"),
+        (["x"], "got a str in place of a pair"),
+        ([torch.zeros(2)], "got a Tensor in place of a pair"),
+    ],
+)
+def test_what_holds_no_tensors_is_refused(given: Any, message: str) -> None:
+    llm = dense(1).llm()
+    with pytest.raises(RequestError, match=f"{message}.*; accepted: pairs of a name and a tensor"):
+        llm.update_weights(given)
+    assert llm.generate({"prompt_token_ids": P(20, 1)}, GREEDY)[0].weight_version == "0"
+
+
 def test_llm_takes_a_checkpoint_for_its_tensors(tmp_path: Path) -> None:
     """A folder or a file, also in an engine that started without weights; only the tensors count."""
     weights = tmp_path / "model.safetensors"
@@ -151,7 +176,7 @@ def test_llm_takes_a_checkpoint_for_its_tensors(tmp_path: Path) -> None:
         assert_same(dense(2), P(20, 1), GREEDY, llm.generate({"prompt_token_ids": P(20, 1)}, GREEDY)[0].outputs[0])
     with pytest.raises(CheckpointError, match=r"model '\./nothing': no such file or folder"):
         llm.update_weights("./nothing")
-    with pytest.raises(RequestError, match="tensors: got ''; accepted: pairs of a name and a tensor, or a checkpoint"):
+    with pytest.raises(RequestError, match=r"tensors: got ''; accepted: pairs of a name and a tensor.* or a checkpoint"):
         llm.update_weights("")
     weights.write_bytes(b"not tensors")
     with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read"):

@@ -153,6 +153,7 @@ BAD_CALLS: list[tuple[dict[str, Any], str]] = [
     ({"prompts": b"a"}, "prompts: got a bytes"),
     ({"prompts": np.array(5)}, "prompts: got a ndarray"),
     ({"prompts": None}, "prompts: got a NoneType"),
+    ({"prompts": {"a", "b"}}, "prompts: got a set"),  # whose order would be nobody's
     ({"prompts": ["a", "b"], "sampling_params": [SamplingParams()]}, "sampling_params: got a list of 1 for 2 prompts"),
     ({"prompts": ["a"], "sampling_params": {"temperature": 1}}, "sampling_params: got a dict"),
     ({"prompts": ["a"], "priority": [1, 2]}, "priority: got a list of 2 for 1 prompts"),
@@ -198,6 +199,8 @@ def test_chat_applies_the_template(llm: LLM) -> None:
         llm.chat([one, [{"content": "x"}]])
     with pytest.raises(RequestError, match="messages: got a str"):
         llm.chat("hi")  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="messages: got an empty list"):
+        llm.chat([])
     with pytest.raises(RequestError, match="messages: got an int"):
         llm.chat(3)  # type: ignore[arg-type]
 

@@ -71,17 +71,18 @@ def test_files_only_under_the_folder(tmp_path: Path) -> None:
     (tmp_path / "secret.png").write_bytes(png(ONE.pictures[0]))
     (folder / "link.png").symlink_to(tmp_path / "secret.png")
     driver = engine(media={"folder": str(folder)})
-    for number, name in enumerate(("a b.png", f"file://{folder}/a%20b.png", str(folder / "a b.png"))):
+    good = ("a b.png", f"file://{folder}/a%20b.png", str(folder / "a b.png"), Path("a b.png"), folder / "a b.png")
+    for number, name in enumerate(good):
         driver.add(str(number), prompt(name), GREEDY)
         driver.finish()
         assert_expected(ONE, driver.result(str(number)))
-    for name in ("../secret.png", "link.png", f"file://{tmp_path}/secret.png", "/etc/passwd"):
+    for name in ("../secret.png", "link.png", f"file://{tmp_path}/secret.png", "/etc/passwd", Path("/etc/passwd"), Path("../secret.png")):
         with pytest.raises(RequestError, match="not under the folder"):
             driver.add("x", prompt(name), GREEDY)
     with pytest.raises(RequestError, match="cannot be read"):
         driver.add("x", prompt("none.png"), GREEDY)
-    with pytest.raises(RequestError, match=r"only under the folder that media\.folder names"):
-        engine().add("x", prompt("a.png"), GREEDY)
+    with pytest.raises(RequestError, match=r"only under the folder that media\.folder names: set it, or give the file's bytes"):
+        engine().add("x", prompt(folder / "a b.png"), GREEDY)
     with pytest.raises(SettingsError, match=r"media\.folder is '.*none', and there is no such folder"):
         engine(media={"folder": str(tmp_path / "none")})
     with pytest.raises(RequestError, match=r"media\.remote=true"):
@@ -254,8 +255,10 @@ def test_chat_with_images() -> None:
         (second,) = model.chat([{"role": "user", "content": parts}], GREEDY, use_tqdm=False)
         with pytest.raises(RequestError, match=r"messages\[0\]\.content\[1\]: got a part of type 'input_audio'; accepted: parts of type"):
             model.chat([{"role": "user", "content": [parts[1], {"type": "input_audio"}]}], GREEDY, use_tqdm=False)
-        with pytest.raises(RequestError, match="needs 'image_url': a URL"):
-            model.chat([{"role": "user", "content": [{"type": "image_url", "image_url": 3}]}], GREEDY, use_tqdm=False)
+        with pytest.raises(RequestError, match=r"needs 'image_url': a URL.*of type 'image' it may be a path"):
+            model.chat([{"role": "user", "content": [{"type": "image_url", "image_url": Path("a.png")}]}], GREEDY, use_tqdm=False)
+        with pytest.raises(RequestError, match=r"only under the folder that media\.folder names"):
+            model.chat([{"role": "user", "content": [{"type": "image", "image": Path("a.png")}]}], GREEDY, use_tqdm=False)
     ids = list(first.prompt_token_ids)
     assert ids.count(PLACEHOLDER) == 24
     want, gaps = greedy(ids, [picture])

@@ -187,6 +187,7 @@ def test_the_built_in_operations_resolve_and_run() -> None:
         "gather_step",
         "greedy_rows",
         "matmul_add",
+        "matmul_add_in_place",
         "norm_gated_matmul",
         "norm_matmul",
         "qkv_attention",

@@ -83,6 +83,14 @@ def test_groups_of_different_page_sizes_hit_at_common_lengths() -> None:
     assert cache.hit(PageKeys(b"root"), TOKENS).length == 8
 
 
+def test_a_sequence_whose_first_page_nobody_has_is_not_hashed_further() -> None:
+    cache, _, _ = filled((WINDOW, 2), (FULL, 4))
+    keys, tokens = PageKeys(b"root"), TOKENS[::-1].copy()
+    assert cache.hit(keys, tokens) is cache.miss
+    assert {size: len(chain) for size, chain in keys.chains.items()} == {4: 1}
+    assert keys.extend(tokens, 4, 6) == PageKeys(b"root").extend(tokens, 4, 6), "the rest of the chain is the same"
+
+
 @pytest.mark.parametrize(("lost", "hit"), [((), 20), ((0, 1, 2), 20), ((3,), 12), ((4,), 16), ((3, 4), 12), ((1, 4), 16), ((2, 4), 8)])
 def test_a_window_needs_only_its_last_pages(lost: tuple[int, ...], hit: int) -> None:
     cache, pool, (table,) = filled((WINDOW, 4))

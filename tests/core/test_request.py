@@ -72,6 +72,20 @@ def test_an_unknown_parameter_is_refused_with_near_names() -> None:
         SamplingParams(best_of=1)
 
 
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("guided_json", "structured_outputs={'json': ...}"),
+        ("max_new_tokens", "max_tokens"),
+        ("use_beam_search", "LLM.beam_search"),
+    ],
+)
+def test_names_of_other_engines_are_told_ours(name: str, told: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(**{name: 1})
+    assert f"did you mean {told}? (accepted: " in str(caught.value)
+
+
 def test_every_wrong_parameter_is_named_at_once() -> None:
     with pytest.raises(RequestError, match=r"top_p: got 2; .*top_k: got -5; "):
         SamplingParams(top_p=2, top_k=-5)

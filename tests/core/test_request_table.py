@@ -69,6 +69,17 @@ def test_a_row_that_is_set_again_keeps_nothing_of_its_scalars_and_seats() -> Non
     assert columns["listed.seats"][0].tolist() == [4, -1, -1]
 
 
+def test_numbers_of_any_type_are_set_alike() -> None:
+    numbers = [(9, 0.1), (np.int64(9), np.float64(0.1)), (True, 1), (np.array(9, np.int32), np.array(0.1, np.float32))]
+    for small, heat in numbers:
+        made = table()
+        builder = made.builder()
+        builder.row(1, {"small": small, "heat": heat})
+        apply(made, builder.build())
+        assert made.columns["small"][1].item() == int(small)
+        assert made.columns["heat"][1].item() == torch.tensor(float(heat)).item()
+
+
 def test_no_edit_is_an_empty_patch() -> None:
     assert table().builder().build().empty
 

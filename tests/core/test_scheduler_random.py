@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scheduler_world import FULL, SHAPE, World, prompt, reference, request
 
+from modelrunner.admission import Admission
 from modelrunner.errors import RequestError
 from modelrunner.model_state import SlidingWindow
 from modelrunner.page_pool import GroupLayout
@@ -105,8 +106,23 @@ def test_random_schedules_with_drafts(world: World, events: list[tuple[Any, ...]
     assert stats.num_accepted <= stats.num_drafted
 
 
+def watch_growth(admission: Admission) -> None:
+    """What admission takes for the most that rows may still need is never less than what they need."""
+    rows = admission._rows
+    guess = rows.most_growth
+
+    def guessed(num_active: int) -> float:
+        assert num_active == rows.active.sum()
+        found = guess(num_active)
+        assert found >= rows.next_growth()
+        return found
+
+    vars(rows)["most_growth"] = guessed
+
+
 def play(world: World, events: list[tuple[Any, ...]]) -> None:
     player = Player(world)
+    watch_growth(world.scheduler.admission)
     for event in events:
         player.play(*event)
     world.finish()

@@ -245,9 +245,14 @@ def test_settings_that_do_not_go_together() -> None:
         llm(speculation={"model": "a/head"})
     with pytest.raises(SettingsError, match=r"pin\.drafter is 'ngram', but speculation\.drafter is none"):
         llm(pin={"drafter": "ngram"})
+    with pytest.raises(PluginError, match=r"reads no weights, and speculation\.model names .*: leave it out"):
+        llm(speculation={"drafter": "ngram", "model": str(dense().model)})
     with pytest.raises(CheckpointError, match="no such file or folder") as error:
         llm(speculation={"drafter": "draft_model", "model": "./none"})
     assert "asked for by speculation.model = './none'" in error.value.__notes__
+    with pytest.raises(CheckpointError, match=r"tensors missing: fc\.weight") as error:
+        llm(speculation={"drafter": "eagle", "model": str(dense().model)})
+    assert error.value.__notes__ == ["raised while loading the weights of drafter eagle (modelrunner:eagle)"]
     with pytest.raises(SettingsError, match="min_size is 3 and max_size 2"):
         llm(speculation={"drafter": "ngram"}, plugin={"ngram": {"min_size": 3, "max_size": 2}})
 

@@ -17,16 +17,16 @@ from modelrunner.token_budget import TokenBudget, usual_context
     ("num_decode", "num_prompts", "tokens"),
     [
         (0, 3, 100),  # nobody is held up
-        (4, 0, 100),
-        (11, 3, 100),  # few decode beside so many prompts
-        (8, 2, 20),
-        (4, 1, 20),
-        (15, 1, 25),  # prompts keep half of it
+        (16, 0, 100),
+        (47, 3, 100),  # few decode beside so many prompts
+        (32, 2, 62),
+        (16, 1, 60),
+        (45, 1, 75),  # prompts keep half of it
         (95, 1, 100),
     ],
 )
 def test_tokens_of_a_step(num_decode: int, num_prompts: int, tokens: int) -> None:
-    assert TokenBudget(100, 20).tokens(num_decode, num_prompts) == tokens
+    assert TokenBudget(100, 60).tokens(num_decode, num_prompts) == tokens
     assert TokenBudget(100, None).tokens(num_decode, num_prompts) == 100
 
 
@@ -40,6 +40,12 @@ def test_many_rows_that_read_much_share_longer_steps_with_prompts(num_decode: in
     assert TokenBudget(16384, 512, 1000).tokens(num_decode, num_decode, cached) == 16384
 
 
+@pytest.fixture
+def four_are_a_crowd(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For small worlds."""
+    monkeypatch.setattr(token_budget, "CROWD", 4)
+
+
 def test_what_a_model_usually_reads() -> None:
     """Six times its weights, of the groups that see all tokens: 2 layers of 2 x 4 x 8 elements of 2 bytes, 256 bytes a token."""
     full = FullAttention(name="full", layers=(0, 1), num_heads=4, num_kv_heads=4, head_dim=8, scale=1.0)
@@ -50,6 +56,7 @@ def test_what_a_model_usually_reads() -> None:
     assert usual_context(1, layouts, page_bytes) == 1
 
 
+@pytest.mark.usefixtures("four_are_a_crowd")
 @pytest.mark.parametrize("usual", [None, 4])
 def test_the_scheduler_counts_cached_tokens(usual: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four rows of more than 8 tokens read eight times what is usual."""
@@ -79,6 +86,7 @@ def run(world: World, requests: list[Request], late: Request, after: int) -> lis
     return steps
 
 
+@pytest.mark.usefixtures("four_are_a_crowd")
 @pytest.mark.parametrize("depth", [1, 3])
 def test_a_late_prompt_comes_in_small_chunks(depth: int) -> None:
     world = World(budget=32, depth=depth, max_rows=5, pages=60, options={"max_mixed_tokens": 6})
@@ -92,6 +100,7 @@ def test_a_late_prompt_comes_in_small_chunks(depth: int) -> None:
         expect(each)
 
 
+@pytest.mark.usefixtures("four_are_a_crowd")
 def test_without_chunks_it_does_not_count() -> None:
     world = World(budget=34, depth=1, max_rows=5, pages=60, options={"max_mixed_tokens": 6, "chunked_prefill": False})
     late = request("c", prompt(30, 3), 2)
@@ -100,6 +109,7 @@ def test_without_chunks_it_does_not_count() -> None:
     expect(late)
 
 
+@pytest.mark.usefixtures("four_are_a_crowd")
 def test_many_prompts_beside_few_rows_get_the_whole_step() -> None:
     world = World(budget=16, depth=1, max_rows=6, pages=60, options={"max_mixed_tokens": 4})
     world.scheduler.add(request("a", prompt(3, 1), 40))

@@ -92,8 +92,15 @@ def test_settings_file_is_good(block: Block, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("page", "line"), [(p, line) for p, line in shell_lines() if "modelrunner " in line and "pip " not in line])
-def test_command_is_understood(page: Path, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_is_understood(
+    page: Path, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Where its own files lie: schemas and grammars are read as the command is understood."""
     words = shlex.split(line)
+    monkeypatch.chdir(tmp_path)
+    for word in words:
+        if word.endswith((".schema.json", ".ebnf")):
+            Path(word).write_text("{}", encoding="utf-8")
     while "=" in words[0]:
         name, _, value = words.pop(0).partition("=")
         monkeypatch.setenv(name, value)

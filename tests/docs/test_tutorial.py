@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from package_site import PIP, run
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/tutorial.md"
 FILE = re.compile(r"^```\w+ file (\S+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-
-
-def run(*arguments: str, cwd: Path, path: Path | None = None) -> subprocess.CompletedProcess[str]:
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", **({"PYTHONPATH": str(path)} if path else {})}
-    return subprocess.run([sys.executable, "-P", "-m", *arguments], cwd=cwd, env=environ, capture_output=True, text=True)
 
 
 @pytest.fixture(scope="module")
@@ -27,18 +20,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
-    install = (
-        "pip",
-        "install",
-        "--quiet",
-        "--no-deps",
-        "--no-build-isolation",
-        "--no-index",
-        "--target",
-        str(folder / "site"),
-        str(folder),
-    )
-    done = run(*install, cwd=folder)
+    done = run(*PIP, "--target", str(folder / "site"), str(folder), cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 

@@ -5,14 +5,14 @@ Every run is also compared with the reference, request by request, and the engin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
-from modelrunner import SamplingParams
+from modelrunner import SamplingParams, token_budget
 from modelrunner.request import Request
 from modelrunner.testing import Driver, EngineProbe, P, ScriptDrafterPlugin, assert_tokens, dense, ref
 
@@ -20,6 +20,14 @@ MAX_OUTPUT = 20
 LONGEST = 70  # tokens of a prompt
 GREEDY = {"temperature": 0.0}
 STYLES = (GREEDY, GREEDY, {"temperature": 0.9, "top_p": 0.9, "seed": 7}, {"temperature": 1.0, "top_k": 12, "min_p": 0.02, "seed": -3})
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_crowds() -> Iterator[None]:
+    """So that the few rows here hold prompts to `mixed_tokens`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(token_budget, "CROWD", 4)
+        yield
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import shutil
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from hybrid import SOURCE
+from package_site import installed, passed
 from torch import Tensor
 
 HEADS, SIZE, INTERVAL, REPLAY, TABLE = 2, 3, 4, 3, 6
@@ -184,18 +181,7 @@ def test_the_suite_finds_a_broken_state(kind: str, message: str) -> None:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the installed package; built from a copy, since a build leaves files behind."""
-    tree = shutil.copytree(SOURCE, tmp_path_factory.mktemp("recurrent") / "source", ignore=shutil.ignore_patterns("__pycache__", "build"))
-    target = tree.parent / "site"
-    done = run("pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--target", str(target), str(tree))
-    assert done.returncode == 0, done.stdout + done.stderr
-    return target
-
-
-def run(*arguments: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """`python -m ...` in a process of its own, with `path` to find packages in and away from the checkout."""
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", **({"PYTHONPATH": str(path)} if path else {})}
-    return subprocess.run([sys.executable, "-P", "-m", *arguments], cwd=SOURCE.anchor, env=environ, capture_output=True, text=True)
+    return installed(SOURCE, tmp_path_factory.mktemp("recurrent"))
 
 
 def test_it_is_small() -> None:
@@ -205,7 +191,4 @@ def test_it_is_small() -> None:
 
 
 def test_passes_the_suite(site: Path) -> None:
-    tests = str(SOURCE / "test_recurrent.py")
-    done = run("pytest", "-c", os.devnull, "--rootdir", str(site.parent), "-p", "no:cacheprovider", "-q", tests, path=site)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
-    assert " passed" in done.stdout
+    assert " passed" in passed(SOURCE / "test_recurrent.py", site)

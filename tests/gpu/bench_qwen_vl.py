@@ -33,7 +33,8 @@ from modelrunner.devices.cuda_side import SideStream
 from modelrunner.encoding import Encoding
 from modelrunner.engine import Engine
 from modelrunner.media import EncoderInput
-from modelrunner.request import SamplingParams, prepare_prompt
+from modelrunner.prompts import prepare_prompt
+from modelrunner.request import SamplingParams
 
 PLACEHOLDER = 151655
 CONFIG: dict[str, Any] = {

@@ -112,6 +112,7 @@ WHOLE = DecodeConfig(chunk=256, block_keys=32, num_warps=4, num_stages=3, progra
 DECODE = [(62, 1), (0, 1), (0, 0), (31, 1), (16, 1)]
 MIXED = [(40, 1), (3, 0), (0, 23), (30, 11), (9, 0), (0, 1)]
 TILES = PrefillConfig(block_queries=16, block_keys=16, num_warps=4, num_stages=3, programs=2)
+PARTS = PrefillConfig(block_queries=16, block_keys=16, num_warps=4, num_stages=3, programs=20, part_keys=32)
 GATHERED = PrefillConfig(block_queries=64, block_keys=32, num_warps=4, num_stages=3, programs=2, gathered=True)
 
 
@@ -311,6 +312,36 @@ def test_prefill_tiles_come_longest_first() -> None:
     assert keys == sorted(keys, reverse=True)
     tokens = [t for tile in tiles for t in range(tile[4], tile[4] + tile[5])]
     assert sorted(tokens) == list(range(1, step.q.shape[0]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", [(6, 2, 16), (2, 2, 48)])
+def test_tiles_share_out_their_keys(heads: tuple[int, int, int], dtype: torch.dtype) -> None:
+    """Two layers over one list: what counts ended parts is zero again."""
+    step = make_step([(40, 1), (150, 20), (0, 7), (70, 5), (90, 0)], 7, num_decode=1, padding=9, heads=heads, dtype=dtype)
+    work = step.work(prefill=PARTS)
+    assert work.prefill is not None
+    words = [tile[7] for tile in work.prefill.tiles[: int(work.prefill.count)].tolist()]
+    assert max(word % 16 for word in words) > 2
+    sinks = torch.linspace(-3, 3, heads[0], device=DEVICE)
+    for layer in (1, 2):
+        close(step.got(work, layer, sinks=sinks)[step.live], step.want(layer, sinks=sinks)[step.live], "paged_attention")
+    assert (step.got(work)[~step.live] == 0).all()
+
+
+def test_parts_of_a_tile_are_all_its_keys_and_as_many_as_there_is_room_for() -> None:
+    rows = [(0, 30), (3000, 40), (90, 10)]
+    step = make_step(rows, num_decode=0, heads=(2, 2, 16))
+    prefill = step.work(prefill=PARTS).prefill
+    assert prefill is not None
+    assert prefill.parts is not None
+    tiles = prefill.tiles[: int(prefill.count)].tolist()
+    assert len(tiles) <= prefill.parts.slots
+    places = sorted((tile[0], tile[1], tile[7] // 16 % 16, tile[7] % 16, tile[7] // 256) for tile in tiles)
+    for row, first, part, parts, slot in places:
+        assert parts == (1, 5, 3)[row]  # 30 slots for 6 tiles are 5, 100 keys are 3
+        assert slot + part < prefill.parts.slots
+        assert [p for r, f, p, *_ in places if (r, f) == (row, first)] == list(range(parts))
 
 
 def test_queries_that_are_a_view() -> None:

@@ -68,7 +68,7 @@ def test_these_are_what_a_cpu_gets() -> None:
     settings = settle({"device.name": "cpu"}, manager)
     reasons = resolve_ops(manager, manager.choose("device", pin="cpu", settings=settings).load()(settings)).explain()
     ours = {"rms_norm", "add_rms_norm", "apply_rope", "matmul", "norm_matmul", "matmul_add", "norm_gated_matmul"}
-    ours |= {"mask_states", "walk_tokens"}
+    ours |= {"draft_states", "mask_states", "walk_tokens"}
     assert {name for name, reason in reasons.items() if "modelrunner:cpu_kernels" in reason and "plain" not in reason} == ours
 
 

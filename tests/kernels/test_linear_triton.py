@@ -100,6 +100,7 @@ def calls(w: dict[str, Any]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     return {
         "matmul": (OVERRIDES["matmul"](x, weight), matmul(x, weight)),
         "matmul_add": (OVERRIDES["matmul_add"](x, weight, residual), residual + matmul(x, weight)),
+        "matmul_add_in_place": (OVERRIDES["matmul_add_in_place"](x, weight, residual.clone()), residual + matmul(x, weight)),
         "norm_matmul": (OVERRIDES["norm_matmul"](x, norm, 1e-6, weight), matmul(normed, weight)),
         "norm_gated_matmul": (
             OVERRIDES["norm_gated_matmul"](x, norm, 1e-6, pairs, "silu_mul"),

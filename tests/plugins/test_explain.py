@@ -44,6 +44,15 @@ def test_a_drafter_is_asked_for_if_the_settings_name_one(capsys: pytest.CaptureF
     assert "winner: ngram of modelrunner:ngram" in out
 
 
+@pytest.mark.parametrize(("setting", "value"), [("speculation.model", "some/head"), ("pin.drafter", "ngram")])
+def test_what_says_what_drafts_while_nothing_does_is_told(capsys: pytest.CaptureFixture[str], setting: str, value: str) -> None:
+    """An engine refuses to start with it, so the report says so, and its status too."""
+    code, out = run(capsys, tiny_dense(), device="cpu", **{setting: value})
+    assert code == 1
+    assert f"drafter is not asked for: {setting} is {value!r}, but speculation.drafter is none" in out
+    assert "winner: paged" in out or "winner: rows" in out, "the questions behind it are put all the same"
+
+
 def test_who_loses_and_why_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     class Rival:
         @hookimpl

@@ -7,6 +7,7 @@ import json
 import math
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from modelrunner import cli
 from modelrunner.checkpoint import ModelCard
 from modelrunner.logprobs import Logprob
 from modelrunner.request import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams
+from modelrunner.structured_outputs import StructuredOutputsParams
 
 
 class FakeLLM:
@@ -24,7 +26,9 @@ class FakeLLM:
     calls: list[Any] = []  # noqa: RUF012
     generation: dict[str, Any] = {}  # noqa: RUF012
     reason = "length"
+    stop_reason: str | None = None
     tokenizer: Any = "some"
+    engine = SimpleNamespace(scheduler=SimpleNamespace(stats=SimpleNamespace(steps=9)))
 
     def __init__(self, model: str = "", *, plugins: Any = (), **settings: Any) -> None:
         self.card = ModelCard("m", Path("m"), "dummy", ("X",), "x", generation=self.generation)
@@ -47,8 +51,8 @@ class FakeLLM:
         return [self.answer(content if isinstance(content, str) else content[-1]["text"]) for content in contents]
 
     def answer(self, prompt: str) -> RequestOutput:
-        choice = CompletionOutput(0, prompt.upper(), [4, 5], self.reason, num_drafted=6, num_accepted=1)
-        return RequestOutput("0", prompt, [1, 2], [choice], True, RequestMetrics(0.0))
+        choice = CompletionOutput(0, prompt.upper(), [4, 5], self.reason, self.stop_reason, num_drafted=6, num_accepted=1)
+        return RequestOutput("0", prompt, [1, 2], [choice], True, RequestMetrics(1.0, 1.25, 3.00004), num_cached_tokens=1)
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +85,8 @@ def test_several_prompts_are_labelled_and_in_order(
 def test_json_is_one_object_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--prompt", "é", "--prompt", "b\nc", "--json") == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    rest = {"finish_reason": "length", "num_drafted": 6, "num_accepted": 1}
+    rest = {"finish_reason": "length", "stop_reason": None, "num_prompt_tokens": 2, "num_cached_tokens": 1, "num_drafted": 6}
+    rest |= {"num_accepted": 1, "num_steps": 9, "seconds": 2.0, "seconds_to_first_token": 0.25}
     assert lines == [{"prompt_token_ids": [1, 2], "token_ids": [4, 5], "text": text, **rest} for text in ("É", "B\nC")]
 
 
@@ -162,6 +167,12 @@ WRONG = [
     (["--prompt-file", "/no/such/file"], "/no/such/file: No such file or directory"),
     (["--prompt", "a", "--temprature", "1"], "near names are --temperature"),
     (["--prompt", "a", "--prompt", ""], "prompt 2 of 2 is empty"),
+    (["--prompt", "a", "--choice", "a", "--regex", "b"], "--choice and --regex together; accepted: one of them"),
+    (["--prompt", "a", "--choice", ""], "structured_outputs.choice: it contains ''"),
+    (["--prompt", "a", "--json-schema", "/no/schema"], "argument --json-schema: /no/schema: No such file or directory"),
+    (["--prompt", "a", "--grammar", "/"], "argument --grammar: /: Is a directory"),
+    (["--prompt", "a", "--json-schema", __file__], "test_generate_command.py: not JSON: Extra data: line 1 column 3"),
+    (["--prompt", "a", "--num-draft-tokens", "-1"], "num_draft_tokens: got -1"),
 ]
 
 
@@ -199,9 +210,33 @@ def test_text_that_standard_output_cannot_encode_is_escaped(monkeypatch: pytest.
     assert out.getvalue() == b"\\xe9\\xc9\n"
 
 
-def test_an_output_that_ended_in_an_error_shows_in_the_status(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_an_output_that_ended_in_an_error_shows_in_the_status(
+    options: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And what the error was is told, of each of them."""
     monkeypatch.setattr(FakeLLM, "reason", "error")
-    assert run("--prompt", "a") == 1
+    monkeypatch.setattr(FakeLLM, "stop_reason", "the grammar is none")
+    assert run("--prompt", "a", "--prompt", "b", *options) == 1
+    assert "error: output 2 of 2 ended early: the grammar is none" in capsys.readouterr().err
+
+
+STRUCTURED = [
+    (["--choice", "yes", "--choice", "no"], StructuredOutputsParams(choice=["yes", "no"])),
+    (["--regex", "[0-9]+"], StructuredOutputsParams(regex="[0-9]+")),
+    (["--json-schema", "schema.json"], StructuredOutputsParams(json={"type": "integer"})),
+    (["--grammar", "digits.ebnf"], StructuredOutputsParams(grammar='root ::= [0-9] root | "x"\n')),
+    (["--json-object"], StructuredOutputsParams(json_object=True)),
+]
+
+
+@pytest.mark.parametrize(("options", "wanted"), STRUCTURED, ids=[options[0] for options, _ in STRUCTURED])
+def test_structured_output(options: list[str], wanted: StructuredOutputsParams, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "schema.json").write_text('{"type": "integer"}')
+    (tmp_path / "digits.ebnf").write_text('root ::= [0-9] root | "x"\n')
+    monkeypatch.chdir(tmp_path)
+    assert run("--prompt", "a", *options, "--num-draft-tokens", "0") == 0
+    assert FakeLLM.calls[1][2] == SamplingParams(max_tokens=64, structured_outputs=wanted, num_draft_tokens=0)
 
 
 def test_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,11 +10,15 @@ import sys
 import sysconfig
 import tomllib
 import venv
+from dataclasses import replace
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from modelrunner import cli
+from modelrunner import Decline, Offer, cli
+from modelrunner.checkpoint import ModelCard
 from modelrunner.plugins.commands.new_plugin import KINDS
 
 NAMES = {"model-state": "night-orchid", "logits-processor": "slow-fade", "drafter": "old-habit", "observer": "tally", "tap": "soft-nudge"}
@@ -110,6 +114,31 @@ def test_the_code_is_clean(packages: dict[str, Path], kind: str) -> None:
         pytest.skip("ruff is not installed")
     for arguments in (["check", "--select", "E,F,W,I,B,UP,SIM,RUF"], ["format", "--check"]):
         python(ruff, *arguments, "--no-cache", ".", cwd=packages[kind])
+
+
+def written(package: Path) -> ModuleType:
+    """The plugin's module, imported from where it was written."""
+    (file,) = package.glob("modelrunner_*/__init__.py")
+    spec = spec_from_file_location(file.parent.name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    sys.modules[spec.name] = module  # where pydantic looks names up
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_what_a_package_cannot_do_is_declined(packages: dict[str, Path]) -> None:
+    """The model another activation, which it would ignore; the drafter weights, which it would not read."""
+    bid = written(packages["model-state"]).model_state
+    card = ModelCard("m", Path("m"), "dummy", ("NightOrchidForCausalLM",), "x", {"hidden_act": "relu"})
+    assert isinstance(answer := bid(card), Decline)
+    assert answer.reason == "hidden_act is 'relu'; silu is supported"
+    assert isinstance(bid(replace(card, config={})), Offer)
+    drafts = written(packages["drafter"]).drafter
+    assert isinstance(answer := drafts(card), Decline)
+    assert "speculation.model names 'm'" in answer.reason
+    assert isinstance(drafts(None), Offer)
 
 
 @pytest.mark.parametrize("kind", list(KINDS))

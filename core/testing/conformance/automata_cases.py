@@ -65,7 +65,25 @@ def walk_tokens(ops: Any, draw: Any, rows: int, draft: int) -> Any:
     return every, some, ends, earlier
 
 
+def draft_states(ops: Any, draw: Any, rows: int, slots: int) -> Any:
+    """Drafts that lead on and those that do not, rows with fewer than slots, without a sample, without an automaton."""
+    states, vocab, longest = 40, 300, 12 + slots
+    made = World.made(draw, states, vocab)
+    made.edges[1:, :LETTERS] = draw.integers(0, states, states - 1, LETTERS, dtype=torch.int16)
+    own = torch.randperm(rows + 3, generator=draw.generator)[:rows].to(draw.device, torch.int32)
+    at = draw.integers(-1, states, rows + 3, dtype=torch.int32)
+    kept, ahead = at.clone(), torch.arange(slots, dtype=torch.int32, device=draw.device).repeat(rows)
+    samples = (ahead.view(rows, slots) < draw.integers(0, slots + 1, rows).unsqueeze(1)).flatten()
+    known = draw.integers(1, longest - slots, rows, dtype=torch.int32).repeat_interleave(slots)
+    query_len = draw.integers(1, 3, rows, dtype=torch.int32).repeat_interleave(slots) + ahead
+    token_ids = draw.integers(0, vocab, rows + 3, longest, dtype=torch.int32)
+    lines = (own.repeat_interleave(slots), samples, known + ahead - query_len, query_len)
+    found = ops.draft_states(*lines, token_ids, slots, at, made.edges, made.token_start, made.token_bytes, LONGEST)
+    return found, at == kept
+
+
 AUTOMATA_CASES: dict[str, tuple[Any, Any]] = {
+    "draft_states": (draft_states, ((1, 2), (50, 4), (40, 1), (33, 6))),
     "mask_states": (mask_states, ((5, 31), (9, 300), (4, 1100))),
     "walk_tokens": (walk_tokens, ((1, 0), (50, 0), (40, 3))),
 }

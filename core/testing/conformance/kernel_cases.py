@@ -151,6 +151,12 @@ def matmul_add(ops: Any, draw: Draw, rows: int, inner: int, outer: int) -> Any:
     return ops.matmul_add(x, weight, residual), ops.matmul_add(x, weight, residual[0]), x - kept[0], residual - kept[1]
 
 
+def matmul_add_in_place(ops: Any, draw: Draw, rows: int, inner: int, outer: int) -> Any:
+    x, weight, residual = draw.noise(rows, 2 * inner)[:, :inner], draw.noise(outer, inner) / inner**0.5, draw.noise(rows, outer)
+    kept = x.clone()
+    return ops.matmul_add_in_place(x, weight, residual), x - kept
+
+
 def norm_gated_matmul(ops: Any, draw: Draw, rows: int, inner: int, outer: int) -> Any:
     x, weight, norm = draw.noise(rows, inner), draw.noise(2 * outer, inner) / inner**0.5, 1 + draw.noise(inner) / 4
     kept = x.clone()
@@ -235,6 +241,7 @@ CASES: dict[str, tuple[Case, Sequence[tuple[Any, ...]]]] = {
     "int8_matmul": (int8_matmul, PRODUCTS),
     "norm_matmul": (norm_matmul, PRODUCTS),
     "matmul_add": (matmul_add, PRODUCTS),
+    "matmul_add_in_place": (matmul_add_in_place, PRODUCTS),
     "norm_gated_matmul": (norm_gated_matmul, PRODUCTS),
     "greedy": (greedy, VOCABULARIES),
     "greedy_rows": (greedy_rows, VOCABULARIES),

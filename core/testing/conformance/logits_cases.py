@@ -94,11 +94,14 @@ def states_of(draw: Any, lines: int, vocab: int) -> tuple[torch.Tensor, torch.Te
 
 
 def mask_logits(ops: Any, draw: Any, rows: int, vocab: int, parts: str) -> Any:
-    """In place, with what lies beside the logits."""
+    """In place, with what lies beside the logits. parts: with `l`, states of the lines."""
     table, wide = Table.made(draw, rows, vocab), draw.noise(rows, vocab + 3)
     masks = draw.integers(-(2**31), 2**31, table.num_seats + 1, max(2, -(-vocab // 32)), dtype=torch.int32)
     allowed, automata = (table.seats, masks), states_of(draw, table.known.shape[0], vocab)
-    ops.mask_logits(wide[:, :vocab], table.own, allowed if "a" in parts else None, automata if "m" in parts else None)
+    if "l" in parts:
+        ops.mask_logits(wide[:, :vocab], None, None, states_of(draw, rows, vocab))
+    else:
+        ops.mask_logits(wide[:, :vocab], table.own, allowed if "a" in parts else None, automata if "m" in parts else None)
     return wide
 
 
@@ -124,5 +127,5 @@ LOGITS_CASES: dict[str, tuple[Any, Any]] = {
             *((5, 70, parts, 3) for parts in ("abswp", "a", "p", "bp", "abswpm")),
         ),
     ),
-    "mask_logits": (mask_logits, tuple((*size, parts) for size in SIZES for parts in ("a", "m", "am"))),
+    "mask_logits": (mask_logits, tuple((*size, parts) for size in SIZES for parts in ("a", "m", "am", "l"))),
 }
