@@ -238,7 +238,7 @@ class BuildContext:
     """What `build` gets: build layers from these and from nothing global.
 
     linear: makes `Linear` layers of the chosen scheme. ops: operations chosen for the device. dtype, device: of parameters and activations.
-    give_way: an encoder calls it between its layers, and leaves the device to those who decode for a while (`media.encoder_duty`). It may
+    give_way: an encoder calls it between its layers, and leaves the device to those who decode for a while (`media.encoder_share`). It may
     wait; called outside of `ModelState.encode` it does nothing.
     """
 

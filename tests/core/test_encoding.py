@@ -7,8 +7,10 @@ import time
 from typing import Any
 
 import pytest
+import torch
 from mm_world import GREEDY, assert_expected, engine, made
 
+from modelrunner.devices.cuda_part import NoParts, part_stream
 from modelrunner.devices.cuda_side import Pace
 from modelrunner.testing import EngineProbe
 
@@ -170,3 +172,15 @@ def test_a_pause_ends_when_nobody_decodes_any_more() -> None:
     assert time.monotonic() - begun < 50
     assert pace.rested == 0.0
     timer.join()
+
+
+def test_the_start_says_how_those_who_decode_are_spared() -> None:
+    assert "encoder          pauses while others decode" in str(world(rows=2).engine.assembly.resolved)
+    full = engine(200, media={"encoder_share": 1.0}, rows=2)
+    assert full.engine.assembly.resolved.encoder == ""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a driver")
+def test_without_a_driver_nothing_is_parted() -> None:
+    with pytest.raises(NoParts, match=r"the driver has no cuDeviceGet: .*libcuda"):
+        part_stream(torch.device("cuda", 0), 0.5)
