@@ -217,9 +217,7 @@ class RowAttention(AttentionBackend):
         out = attend_pieces(self._tokens[layer], *decode.lists, self.group.scale)
         return out.transpose(1, 2).reshape(decode.ordered.shape)
 
-    def _prompt(
-        self, q: torch.Tensor, layer: int, prompt: Prompt, own: tuple[torch.Tensor, torch.Tensor] | None
-    ) -> torch.Tensor:
+    def _prompt(self, q: torch.Tensor, layer: int, prompt: Prompt, own: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
         """q: [queries, HQ, D]. own: the step's keys and values of these tokens, [queries, HK, D]. Returns [queries, HQ, D]."""
         k, v = (part.transpose(0, 1).unsqueeze(0) for part in (self._stored(layer, prompt) if own is None else own))
         shared = self.group.num_heads != self.group.num_kv_heads
