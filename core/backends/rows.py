@@ -7,7 +7,6 @@ key-value heads, D head size.
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -15,6 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from modelrunner.attention import AttentionBackend, AttentionMeta, Rotary
 from modelrunner.kernels.attention.index import rows_per_page, token_rows
+from modelrunner.kernels.attention.pieces import attend_pieces, write_rows
 
 if TYPE_CHECKING:
     from modelrunner.model_state import FullAttention
@@ -24,27 +24,39 @@ PIECE = 1 << 20  # bytes of keys and values that are copied together: more would
 PADDING = 1 << 16  # bytes that one row may be padded by: copying them takes less time than another piece
 
 
-class Piece(NamedTuple):
-    """Decode rows of about one length, or the tokens of one prompt.
+class Decode(NamedTuple):
+    """The decode rows of a step, those of about one length in a piece. N rows, in the order of the pieces.
 
-    tokens: of the step. queries: of each row. keys: of the longest row. places: [rows * keys] int64 rows of the token view, 0 for a key
-    that is not there; None: the keys are the step's own. mask: added to the scores, [rows, 1, 1, keys] or [queries, keys] in the queries'
-    type; None: all keys, or with `causal` those up to the query's own, the last of which is the last.
+    tokens: of the step, [N] int64. back: where in that order each token of the step is, [T] int64; None where other tokens stand between
+    them. ordered: [N, HQ, D], where a layer's queries are put. The others are the lists of `attend_pieces`, views of memory that the steps
+    share: places, copies, wide, queries, keys, values, masks.
     """
 
-    tokens: slice | torch.Tensor
-    queries: int
+    tokens: torch.Tensor
+    back: torch.Tensor | None
+    ordered: torch.Tensor
+    lists: tuple[list[torch.Tensor], ...]
+
+
+class Prompt(NamedTuple):
+    """The tokens of one prompt, or of a part of it.
+
+    tokens: of the step. keys: how many. places: [keys] int64 rows of the token view; None: the keys are the step's own. mask: added to the
+    scores, [queries, keys] in the queries' type; None: keys up to the query's own, the last of which is the last.
+    """
+
+    tokens: slice
     keys: int
     places: torch.Tensor | None = None
     mask: torch.Tensor | None = None
-    causal: bool = False
 
 
 class Step(NamedTuple):
-    """What the layers of a step share. whole: the pieces cover all tokens. write: rows of the token view, [W] int64. written: the tokens
+    """What the layers of a step share. whole: every token belongs to a row. write: rows of the token view, [W] int64. written: the tokens
     that are written there, [W] int64; None for all."""
 
-    pieces: tuple[Piece, ...]
+    decode: Decode | None
+    prompts: tuple[Prompt, ...]
     whole: bool
     write: torch.Tensor
     written: torch.Tensor | None
@@ -74,6 +86,8 @@ class RowAttention(AttentionBackend):
         self._keys_and_values = [tokens.unflatten(1, (2, group.num_kv_heads, group.head_dim)).unbind(1) for tokens in self._tokens]
         self._key_bytes = cache.stride(2) * cache.itemsize
         self._copied = cache.new_empty(0, cache.stride(2))  # keys and values of the piece at work
+        self._wide = self._copied.to(dtype)
+        self._queries = self._wide.new_empty(0, group.num_heads, group.head_dim)
 
     def begin(self, meta: AttentionMeta) -> Step:
         slots, page_size = meta.slots, self.cache.shape[2]
@@ -83,12 +97,9 @@ class RowAttention(AttentionBackend):
             written = torch.nonzero(slots >= 0).squeeze(1)
             write = write[written]
         rows = self._rows(meta)
-        pieces = [self._decode_piece(meta, alike) for alike in self._alike([row for row in rows if row.queries == 1])]
-        pieces += [self._prompt_piece(meta, row) for row in rows if row.queries > 1]
-        longest = max((piece.places.numel() for piece in pieces if piece.places is not None), default=0)
-        if longest > self._copied.shape[0]:
-            self._copied = self._copied.new_empty(longest, self._copied.shape[1])
-        return Step(tuple(pieces), sum(row.queries for row in rows) == meta.num_tokens, write, written)
+        decode = self._decode_rows(meta, [row for row in rows if row.queries == 1])
+        prompts = tuple(self._prompt_piece(meta, row) for row in rows if row.queries > 1)
+        return Step(decode, prompts, sum(row.queries for row in rows) == meta.num_tokens, write, written)
 
     def _rows(self, meta: AttentionMeta) -> list[Row]:
         window = self.group.window
@@ -112,26 +123,49 @@ class RowAttention(AttentionBackend):
                 pieces.append([row])
         return [sorted(piece) for piece in pieces]
 
-    def _decode_piece(self, meta: AttentionMeta, rows: list[Row]) -> Piece:
-        keys = max(row.keys for row in rows)
-        firsts = [row.first for row in rows]
-        follow = all(after == first + 1 for first, after in pairwise(firsts))
-        tokens = slice(firsts[0], firsts[-1] + 1) if follow else torch.tensor(firsts)
-        index, missing = self._index(meta, rows, keys)
-        if missing is None:
-            return Piece(tokens, 1, keys, index)
-        mask = torch.zeros(missing.shape, dtype=self.dtype).masked_fill_(missing, float("-inf"))
-        return Piece(tokens, 1, keys, index, mask[:, None, None])
+    def _decode_rows(self, meta: AttentionMeta, rows: list[Row]) -> Decode | None:
+        if not rows:
+            return None
+        pieces = self._alike(rows)
+        sizes = [(len(piece), max(row.keys for row in piece)) for piece in pieces]
+        found = [self._index(meta, piece, keys) for piece, (_, keys) in zip(pieces, sizes, strict=True)]
+        places = [index for index, _ in found]
+        masks = [None if missing is None else self._mask(missing)[:, None, None] for _, missing in found]
+        copies, wide = self._memory([index.numel() for index in places])
+        kept = [copy.view(*size, 2, self.group.num_kv_heads, -1) for copy, size in zip(wide or copies, sizes, strict=True)]
+        keys, values = ([each.select(2, part).transpose(1, 2) for each in kept] for part in (0, 1))
+        ordered = self._ordered(len(rows))
+        queries = list(ordered.unflatten(1, (self.group.num_kv_heads, -1)).split([number for number, _ in sizes]))
+        tokens = torch.tensor([row.first for piece in pieces for row in piece])
+        back = tokens.argsort() if len(rows) == meta.num_tokens else None
+        return Decode(tokens, back, ordered, (places, copies, wide, queries, keys, values, masks))  # type: ignore[arg-type]
 
-    def _prompt_piece(self, meta: AttentionMeta, row: Row) -> Piece:
+    def _memory(self, sizes: list[int]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Room for the keys and values of pieces of so many tokens, the same for all: in the cache's type, and in the queries' if that is
+        another."""
+        longest = max(sizes, default=0)
+        if longest > self._copied.shape[0]:
+            self._copied = self._copied.new_empty(longest, self._copied.shape[1])
+            self._wide = self._copied.to(self.dtype)
+        other = self.cache.dtype != self.dtype
+        return [self._copied[:size] for size in sizes], [self._wide[:size] for size in sizes] if other else []
+
+    def _ordered(self, rows: int) -> torch.Tensor:
+        if rows > self._queries.shape[0]:
+            self._queries = self._queries.new_empty(rows, *self._queries.shape[1:])
+        return self._queries[:rows]
+
+    def _mask(self, unseen: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(unseen.shape, dtype=self.dtype).masked_fill_(unseen, float("-inf"))
+
+    def _prompt_piece(self, meta: AttentionMeta, row: Row) -> Prompt:
         tokens, window = slice(row.first, row.first + row.queries), self.group.window
         if row.queries == row.keys and (window is None or row.keys <= window):
             own = self.cache.dtype == self.dtype  # stored keys are what was computed
-            return Piece(tokens, row.queries, row.keys, None if own else self._index(meta, [row], row.keys)[0], causal=True)
+            return Prompt(tokens, row.keys, None if own else self._index(meta, [row], row.keys)[0])
         key, query = torch.arange(row.keys), torch.arange(row.keys - row.queries, row.keys).unsqueeze(1)
         unseen = key > query if window is None else (key > query) | (key <= query - window)
-        mask = torch.zeros(unseen.shape, dtype=self.dtype).masked_fill_(unseen, float("-inf"))
-        return Piece(tokens, row.queries, row.keys, self._index(meta, [row], row.keys)[0], mask)
+        return Prompt(tokens, row.keys, self._index(meta, [row], row.keys)[0], self._mask(unseen))
 
     def _index(self, meta: AttentionMeta, rows: list[Row], keys: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Where the rows' keys are, a row after the other: [rows * keys] rows of the token view; and which are not there: [rows, keys]
@@ -152,13 +186,14 @@ class RowAttention(AttentionBackend):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, step: Step, sinks: torch.Tensor | None = None
     ) -> torch.Tensor:
         self._write(k, v, layer, step)
+        if step.decode is not None and step.decode.back is not None:
+            return self._decode(q, layer, step.decode).index_select(0, step.decode.back).flatten(1)
         out = q.new_empty(q.shape) if step.whole else q.new_zeros(q.shape)
-        for piece in step.pieces:
-            if piece.queries == 1:
-                out[piece.tokens] = self._decode(q[piece.tokens], layer, piece)
-            else:
-                own = (k[piece.tokens], v[piece.tokens]) if piece.places is None else None
-                out[piece.tokens] = self._prompt(q[piece.tokens], layer, piece, own)
+        if step.decode is not None:
+            out.index_copy_(0, step.decode.tokens, self._decode(q, layer, step.decode))
+        for prompt in step.prompts:
+            own = (k[prompt.tokens], v[prompt.tokens]) if prompt.places is None else None
+            out[prompt.tokens] = self._prompt(q[prompt.tokens], layer, prompt, own)
         return out.flatten(1)
 
     def attend_qkv(self, qkv: torch.Tensor, rotary: Rotary, layer: int, step: Step, sinks: torch.Tensor | None = None) -> torch.Tensor:
@@ -174,28 +209,26 @@ class RowAttention(AttentionBackend):
         """Store the step's keys and values, in place."""
         if step.written is not None:
             k, v = k.index_select(0, step.written), v.index_select(0, step.written)
-        for stored, part in zip(self._keys_and_values[layer], (k, v), strict=True):
-            stored.index_copy_(0, step.write, part.to(stored.dtype))
+        write_rows(*self._keys_and_values[layer], step.write, k, v)
 
-    def _stored(self, layer: int, piece: Piece) -> tuple[torch.Tensor, torch.Tensor]:
-        """The keys and the values of a piece, [rows, HK, keys, D] each, until the next piece's are asked for."""
-        assert piece.places is not None
-        copied = torch.index_select(self._tokens[layer], 0, piece.places, out=self._copied[: piece.places.numel()])
-        kv = copied.view(-1, piece.keys, 2, self.group.num_kv_heads, self.group.head_dim).to(self.dtype)
-        k, v = kv.permute(2, 0, 3, 1, 4).unbind(0)
-        return k, v
+    def _decode(self, q: torch.Tensor, layer: int, decode: Decode) -> torch.Tensor:
+        """q: [T, HQ, D]. Returns [N, HQ, D]. The query heads of one key head are queries of one product."""
+        torch.index_select(q, 0, decode.tokens, out=decode.ordered)
+        out = attend_pieces(self._tokens[layer], *decode.lists, self.group.scale)
+        return out.transpose(1, 2).reshape(decode.ordered.shape)
 
-    def _decode(self, q: torch.Tensor, layer: int, piece: Piece) -> torch.Tensor:
-        """q: [rows, HQ, D]. Returns the same. The query heads of one key head are queries of one product."""
-        k, v = self._stored(layer, piece)
-        folded = q.reshape(q.shape[0], self.group.num_kv_heads, -1, q.shape[2])
-        return scaled_dot_product_attention(folded, k, v, attn_mask=piece.mask, scale=self.group.scale).reshape(q.shape)
-
-    def _prompt(self, q: torch.Tensor, layer: int, piece: Piece, own: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
+    def _prompt(self, q: torch.Tensor, layer: int, prompt: Prompt, own: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
         """q: [queries, HQ, D]. own: the step's keys and values of these tokens, [queries, HK, D]. Returns [queries, HQ, D]."""
-        k, v = self._stored(layer, piece) if own is None else (part.transpose(0, 1).unsqueeze(0) for part in own)
+        k, v = (part.transpose(0, 1).unsqueeze(0) for part in (self._stored(layer, prompt) if own is None else own))
         shared = self.group.num_heads != self.group.num_kv_heads
         out = scaled_dot_product_attention(
-            q.transpose(0, 1).unsqueeze(0), k, v, attn_mask=piece.mask, is_causal=piece.causal, scale=self.group.scale, enable_gqa=shared
-        )
+            q.transpose(0, 1).unsqueeze(0), k, v,
+            attn_mask=prompt.mask, is_causal=prompt.mask is None, scale=self.group.scale, enable_gqa=shared,
+        )  # fmt: skip
         return out.squeeze(0).transpose(0, 1)
+
+    def _stored(self, layer: int, prompt: Prompt) -> tuple[torch.Tensor, ...]:
+        """The keys and the values of a prompt, [keys, HK, D] each."""
+        assert prompt.places is not None
+        stored = self._tokens[layer].index_select(0, prompt.places).to(self.dtype)
+        return stored.unflatten(1, (2, self.group.num_kv_heads, self.group.head_dim)).unbind(1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from modelrunner.kernels.activation.cpu import gated
+from modelrunner.kernels.chain import chained
 from modelrunner.kernels.norm.cpu import rms_norm
 
 ROWS = 16  # the number of rows that the order of a packed weight is chosen for; it serves any other
@@ -32,22 +33,25 @@ def unpack(packed: torch.Tensor) -> torch.Tensor:
     return packed.to_dense()
 
 
+@chained
 def matmul(x: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
     """x @ weight.T. x: [..., K] float32. Returns [..., N]."""
-    product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
-    return product
+    return torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")  # type: ignore[no-any-return]
 
 
+@chained
 def norm_matmul(x: torch.Tensor, norm_weight: torch.Tensor, eps: float, packed: torch.Tensor) -> torch.Tensor:
     """`matmul` of the norm of x, which is as in the operation `rms_norm`."""
     return matmul(rms_norm(x, norm_weight, eps), packed)
 
 
+@chained
 def matmul_add(x: torch.Tensor, packed: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
     """residual [..., N] + `matmul`, a new tensor."""
     return matmul(x, packed).add_(residual)
 
 
+@chained
 def norm_gated_matmul(x: torch.Tensor, norm_weight: torch.Tensor, eps: float, packed: torch.Tensor, gelu: bool) -> torch.Tensor:
     """act(gate) * up of `norm_matmul`. packed: of [2I, K], gate first. Returns [..., I]."""
     return gated(norm_matmul(x, norm_weight, eps, packed), gelu)

@@ -121,13 +121,14 @@ def test_rows_attend_together_as_far_as_memory_and_padding_allow(monkeypatch: py
     lengths = [9, 30, 12, 0, 10, 13, 12, 12]
     cache, meta = step([(max(length - 1, 0), min(length, 1)) for length in lengths], len(lengths), None)
     attention = RowAttention(group(None), cache, ops(), torch.float32)
-    pieces = attention.begin(meta).pieces
-    tokens = [list(range(8))[p.tokens] if isinstance(p.tokens, slice) else p.tokens.tolist() for p in pieces]
-    assert tokens == [[0, 2, 4], [5, 6, 7], [1]], "9 to 12 keys, two of 12 with 13, for which there was no room, and 30"
-    assert [piece.keys for piece in pieces] == [12, 13, 30]
-    assert pieces[2].mask is None
-    assert pieces[0].mask is not None
-    assert torch.isinf(pieces[0].mask).sum((1, 2, 3)).tolist() == [3, 0, 2]
+    decode = attention.begin(meta).decode
+    assert decode is not None
+    assert decode.tokens.tolist() == [0, 2, 4, 5, 6, 7, 1], "9 to 12 keys, two of 12 with 13, for which there was no room, and 30"
+    keys, masks = decode.lists[4], decode.lists[6]
+    assert [tuple(each.shape) for each in keys] == [(3, KV_HEADS, 12, DIM), (3, KV_HEADS, 13, DIM), (1, KV_HEADS, 30, DIM)]
+    assert masks[2] is None
+    assert torch.isinf(masks[0]).sum((1, 2, 3)).tolist() == [3, 0, 2]
+    assert decode.back is None, "a dead row is among them"
 
 
 def test_it_is_what_a_cpu_takes_unless_the_group_wants_more() -> None:
