@@ -168,7 +168,7 @@ def token_logprobs(logits: torch.Tensor, chosen: torch.Tensor, rows: torch.Tenso
     values = torch.empty(n, width, device=device)
     if n == 0:
         return ranks, ids, values
-    peaks, sums = torch.empty(2, n, groups, device=device)
+    peaks, sums = (torch.empty(n, groups, device=device) for _ in range(2))  # each on a border of its own, for any n: one build
     before = torch.empty(n, segments, dtype=torch.int32, device=device)
     scratch = torch.empty(n, places + 2 * LIST, dtype=torch.int32, device=device)
     head = (logits, logits.stride(0), vocab, rows, wanted, chosen, peaks, sums, before, groups, segments)

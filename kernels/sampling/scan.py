@@ -195,7 +195,7 @@ def scan(logits: torch.Tensor, columns: Columns | None) -> Scan:
     """logits: [n, V], rows contiguous. columns: None if all rows are greedy, then arrival times are undefined."""
     n, vocab = logits.shape
     chunks = triton.cdiv(vocab, CHUNK)
-    found = torch.empty(2, n, chunks, device=logits.device)
+    found = [torch.empty(n, chunks, device=logits.device) for _ in range(2)]  # each on a border of its own, for any n: one build
     groups, inputs = None, (None,) * 7
     if columns is not None:
         inputs = (columns.rows, columns.temperature, columns.top_k, *columns.draw)  # type: ignore[assignment]
