@@ -148,7 +148,7 @@ def _rank(
             own = scratch + line * (PLACES + 2 * LIST)
             count = 0
             if best > -INF:
-                count, _ = shortlist(logits, vocab, peaks + line * groups, groups, own, best, 1.0, asked, GROUP, PLACES, TILE, LIST)
+                count = shortlist(logits, vocab, peaks + line * groups, groups, own, best, asked, GROUP, PLACES, TILE, LIST)
             if count > LIST:
                 _place_one_by_one(logits, vocab, asked, base, scale, ids_out + 1, values_out + 1, WIDE)
             else:

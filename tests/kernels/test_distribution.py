@@ -20,6 +20,7 @@ from modelrunner.kernels.sampling import reference
 
 DRAWS = 200_000
 Sampler = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+VOCABS = 50, 300  # one group of tokens; three, of which the last is not full
 MIXES: list[dict[str, Any]] = [
     {},
     {"temperature": 0.6},
@@ -81,11 +82,23 @@ def probabilities(logits: torch.Tensor, temperature: float = 1.0, min_p: float =
 
 
 @pytest.mark.parametrize("given", MIXES, ids=str)
+@pytest.mark.parametrize("vocab", VOCABS)
 @each_sampler
-def test_draws_follow_the_distribution(sample: Sampler, given: dict[str, Any]) -> None:
-    logits = logits_of(50)
-    counts = torch.bincount(draw(sample, logits, seed=COUNTING, **given), minlength=50)
+def test_draws_follow_the_distribution(sample: Sampler, vocab: int, given: dict[str, Any]) -> None:
+    logits = logits_of(vocab)
+    counts = torch.bincount(draw(sample, logits, seed=COUNTING, **given), minlength=vocab)
     assert_fits(counts, probabilities(logits, **given) * DRAWS)
+
+
+@each_sampler
+def test_groups_of_unlike_mass(sample: Sampler) -> None:
+    """Much of the mass in many small tokens of one group, the rest in one token of another and in masked groups nothing."""
+    logits = torch.full((900,), -math.inf)
+    logits[130:250], logits[700], logits[701:760] = -4.0, 0.5, -14.0
+    chances = logits.softmax(-1)
+    for given in ({}, {"top_p": 0.9}, {"min_p": 0.005}):
+        counts = torch.bincount(draw(sample, logits, seed=COUNTING, **given), minlength=900)
+        assert_fits(counts, (probabilities(logits, **given) if given else chances) * DRAWS)
 
 
 @pytest.mark.parametrize("given", MIXES, ids=str)
