@@ -53,7 +53,7 @@ def uniform_noise(seed: torch.Tensor, position: torch.Tensor, choice: torch.Tens
 
 
 def uniform_blocks(keys: tuple[torch.Tensor, ...], purpose: int, block: torch.Tensor) -> torch.Tensor:
-    """The numbers of `uniform_noise` of the ids 4 b to 4 b + 3 for each b in block, [n or 1, B] int64: [n, 4 B] float32. keys: seed, position
+    """The numbers of `uniform_noise` of ids 4 b to 4 b + 3 for each b in block, [n or 1, B] int64: [n, 4 B] float32. keys: seed, position
     and choice, [n] each.
     """
     wide = [t.to(torch.int64).unsqueeze(1) for t in keys]

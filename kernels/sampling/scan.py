@@ -116,7 +116,7 @@ def _scan(
         x = tl.reshape(flat, [TILE, GROUP]).to(tl.float32)
         peak = peak_of(x, 1)
         tl.store(peaks + row * groups + group, peak, mask=group < groups)
-        if masses is not None:
+        if masses is not None:  # noqa: SIM102  (the compiler must not see the rest)
             if weighs:
                 tl.store(masses + row * groups + group, masses_of(x, peak, scale), mask=group < groups)
 
