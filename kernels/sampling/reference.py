@@ -117,7 +117,7 @@ def _draw(distance: torch.Tensor, bound: torch.Tensor | None, cut: torch.Tensor 
     groups = _grouped(distance)
     nearest = groups.amin(2)
     base = torch.where(nearest < torch.inf, nearest, 0.0).unsqueeze(2)
-    masses = (base - groups).exp_().mul_(GROUP_UNIT).round_().to(torch.int32).sum(2)
+    masses = (base - groups).exp_().mul_(GROUP_UNIT).round_().to(torch.int32).sum(2, dtype=torch.int32)
     token = _draw_once(masses.float().log_().sub_(nearest), groups, keys, 0)
     if cut is None:
         return token
