@@ -20,6 +20,7 @@ from modelrunner.kernels.sampling.search import (
     cut_of_list,
     distance_of,
     kth_of_row,
+    measure_listed,
     nucleus_of_row,
     shortlist,
 )
@@ -71,7 +72,8 @@ def _cut(
                 count = shortlist(logits, vocab, peaks + row * groups, groups, own, best, k, GROUP, PLACES, TILE, LIST)
                 if count <= LIST:
                     listed = count
-                    cut = cut_of_list(own + PLACES, count, heat, cut, k, p, LIST, FEW, OTHERS)
+                    measure_listed(logits, own + PLACES, count, best, heat, LIST)
+                    cut = cut_of_list(own + PLACES, count, cut, k, p, LIST, FEW, OTHERS)
             if (listed == 0) & (k > 0) & (k < vocab):
                 cut = tl.minimum(cut, kth_of_row(logits, vocab, best, heat, k, WIDE))
         if (listed == 0) & (p < 1.0):

@@ -7,14 +7,15 @@ import triton
 
 from modelrunner.kernels.pdl import pdl
 from modelrunner.kernels.sampling import reference
+from modelrunner.kernels.sampling import scan as scanning
 from modelrunner.kernels.sampling.scan import GROUP, Columns, Scan, scan
 from modelrunner.kernels.sampling.settle import _confirm, _settle, _weigh
 
-TILE = 32  # bytes: one logit each of the groups looked at at a time
+TILE = 64  # bytes: one logit each of the groups looked at at a time
 LIST = 1024  # tokens on a row's short list, at most
 WIDE = 2048  # tokens of a row at a time where all of it is read again
-BLOCK = 1024  # tokens weighed at a time
-WARPS = 8  # of a program that settles a row
+MANY = 32  # groups at a time where one program weighs all of a row
+WARPS = 16, 8  # of a program that settles a row: without lists, and with
 GREEDY = (None,) * 9  # in place of rows, temperature, filters and what the noise depends on
 
 Result = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
@@ -36,11 +37,14 @@ def _run(logits: torch.Tensor, columns: Columns | None, samples: torch.Tensor | 
     if logits.stride(1) != 1:
         logits = logits.contiguous()
     found = scan(logits, columns)
-    state = None if columns is None or not columns.filtered else torch.empty(n, 2, device=logits.device)
-    _launch_settle(logits, columns, samples, found, (tokens, counts, ok, state))
-    if state is not None:
+    state = tries = None
+    if columns is not None and columns.filtered:
+        state = torch.empty(n, 2, device=logits.device)
+        tries = torch.empty(n, reference.TRIES, dtype=torch.int32, device=logits.device)
+    _launch_settle(logits, columns, samples, found, (tokens, counts, ok, state, tries))
+    if state is not None and tries is not None:
         assert columns is not None
-        _confirmed(logits, columns, found, tokens, state)
+        _confirmed(logits, columns, found, tokens, state, tries)
     return tokens, ok, counts
 
 
@@ -57,28 +61,27 @@ def _launch_settle(
             scratch = torch.empty(n, places + 2 * LIST, dtype=torch.int32, device=logits.device)
     constants = (GROUP, places, TILE // logits.element_size(), LIST, min(WIDE, places_of(vocab)))
     head = (logits, logits.stride(0), vocab, *inputs, samples, found.peaks, found.masses, scratch, groups, *out)
-    _settle[(n,)](*head, *constants, num_warps=WARPS, **pdl(logits))
+    _settle[(n,)](*head, *constants, num_warps=WARPS[scratch is not None], **pdl(logits))
 
 
-def parts_of(n: int, blocks: int) -> tuple[int, int]:
-    """How many programs weigh a row, and how many blocks each takes."""
+def parts_of(n: int, tiles: int) -> tuple[int, int]:
+    """How many programs weigh a row, and how many tiles each takes."""
     steps = 1
-    while steps < 32 and n * blocks >= 2048 * steps:
+    while steps < 8 and n * tiles >= 2048 * steps:
         steps *= 2
-    return -(-blocks // steps), steps
+    return -(-tiles // steps), steps
 
 
-def _confirmed(logits: torch.Tensor, columns: Columns, found: Scan, tokens: torch.Tensor, state: torch.Tensor) -> None:
+def _confirmed(logits: torch.Tensor, columns: Columns, found: Scan, tokens: torch.Tensor, state: torch.Tensor, tries: torch.Tensor) -> None:
     n, vocab = logits.shape
-    groups, device = found.peaks.shape[1], logits.device
-    parts, steps = parts_of(n, triton.cdiv(vocab, BLOCK))
-    lighter = torch.empty(n, groups, dtype=torch.int64, device=device)
-    sums = torch.empty(n, parts, dtype=torch.int64, device=device)
+    groups = found.peaks.shape[1]
+    parts, steps = parts_of(n, triton.cdiv(groups, scanning.TILE))
+    weights = torch.empty(n, 1 + reference.TRIES, groups, device=logits.device)
     head = (logits, logits.stride(0), vocab, columns.rows, columns.temperature)
-    weighed = (found.peaks, groups, tokens, state, lighter, sums, parts)
-    _weigh[(n * parts,)](*head, *weighed, steps, GROUP, BLOCK, **pdl(logits))
-    constants = (GROUP, places_of(groups), places_of(triton.cdiv(vocab, BLOCK)), BLOCK)
-    _confirm[(n,)](*head, columns.top_p, *columns.draw, *weighed, *constants, num_warps=WARPS, **pdl(logits))
+    weighed = (found.peaks, groups, state, tries, weights)
+    _weigh[(n * parts,)](*head, *weighed, parts, steps, GROUP, scanning.TILE, num_warps=4, **pdl(logits))
+    constants = (GROUP, places_of(groups), MANY)
+    _confirm[(n,)](*head, columns.top_p, *columns.draw, *weighed, tokens, *constants, num_warps=WARPS[0], **pdl(logits))
 
 
 def greedy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

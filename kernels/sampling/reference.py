@@ -5,8 +5,9 @@ that end sums over the vocabulary are integer sums, which no order of adding cha
 size.
 
 A row draws in two steps: a group of GROUP neighbouring tokens by its mass, and a token of that group, each as the best of logarithms of
-masses plus Gumbel noise. That is the distribution of one race of all tokens, with noise for V / GROUP + GROUP of them and not for V. A
-token that the filters drop is drawn again, of those that are likelier. Rows with a top-k up to SHORT_K race the few tokens they keep.
+masses plus Gumbel noise. That is the distribution of one race of all tokens, with noise for V / GROUP + GROUP of them and not for V. Where
+the filters drop it, TRIES tokens are drawn before one is drawn of those that are likelier than all of them, until the filters keep it. Rows
+with a top-k up to SHORT_K race the few tokens they keep.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ GROUP = 128  # tokens, of which one is drawn once their group is
 # together less than 2^-15 of it.
 GROUP_UNIT = 2.0**22
 SHORT_K = 512
+TRIES = 3
 DIGITS = ((20, 11), (10, 10), (0, 10))  # (shift, bits): a 31-bit distance, highest digit first
 SORTED_VOCAB = 4096  # up to here a sort costs less than histograms
 MAX_ELEMENTS = {"cpu": 1 << 17}  # logits at a time, by device type: on a CPU the scratch memory should stay in the cache
@@ -118,20 +120,23 @@ def _draw(distance: torch.Tensor, bound: torch.Tensor | None, cut: torch.Tensor 
     nearest = groups.amin(2)
     base = torch.where(nearest < torch.inf, nearest, 0.0).unsqueeze(2)
     masses = (base - groups).exp_().mul_(GROUP_UNIT).round_().to(torch.int32).sum(2, dtype=torch.int32)
-    token = _draw_once(masses.float().log_().sub_(nearest), groups, keys, 0)
+    likely = masses.float().log_().sub_(nearest)
+    token = _draw_once(likely, groups, keys, 0)
     if cut is None:
         return token
     own = distance.gather(1, token.unsqueeze(1)).squeeze(1)
-    row, attempt = torch.nonzero(draws & (own > cut)).squeeze(1), 1
+    closest, row, attempt = own.clone(), torch.nonzero(draws & (own > cut)).squeeze(1), 1
     while row.numel():
-        left = distance[row]
-        dropped = left >= own[row].unsqueeze(1)
-        if bound is not None:
-            dropped |= left > bound[row].unsqueeze(1)
-        left = _grouped(left.masked_fill_(dropped, torch.inf))
-        masses = left.neg().exp_().mul_(MASS_UNIT).to(torch.int64).sum(2)
-        token[row] = _draw_once(masses.float().log_(), left, _rows_of(keys, row), attempt)
+        chances, left = likely[row], groups[row]
+        if attempt >= TRIES:
+            dropped = distance[row] >= closest[row].unsqueeze(1)
+            if bound is not None:
+                dropped |= distance[row] > bound[row].unsqueeze(1)
+            left = _grouped(distance[row].masked_fill_(dropped, torch.inf))
+            chances = left.neg().exp_().mul_(MASS_UNIT).to(torch.int64).sum(2).float().log_()
+        token[row] = _draw_once(chances, left, _rows_of(keys, row), attempt)
         own[row] = distance[row, token[row]]
+        closest = torch.minimum(closest, own)
         row, attempt = row[own[row] > cut[row]], attempt + 1
     return token
 

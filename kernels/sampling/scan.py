@@ -15,7 +15,7 @@ from modelrunner.kernels.sampling import reference
 from modelrunner.kernels.sampling.noise import INTERPRETED
 from modelrunner.kernels.sampling.reference import GROUP
 
-TILES = 8, 16  # groups at a time: where programs are few, and where they are many
+TILE = 16  # groups at a time
 SHORT_K = tl.constexpr(reference.SHORT_K)
 GREEDY_LIMIT = tl.constexpr(reference.GREEDY_TEMPERATURE)
 LOG2_UNIT = tl.constexpr(math.log2(reference.GROUP_UNIT))
@@ -64,7 +64,7 @@ def draw_key(row, line, seed, position, more, choice):
 
 
 @triton.jit
-def _fast_exp2(x):
+def fast_exp2(x):
     if INTERPRETED:
         return tl.exp2(x)
     else:
@@ -75,7 +75,7 @@ def _fast_exp2(x):
 def masses_of(x, peak, scale):
     """The mass of each group, in GROUP_UNIT of its best token's, [TILE] int32. x: [TILE, GROUP]; peak: [TILE]."""
     base = tl.where(peak == -INF, 0.0, peak)[:, None]
-    whole = _fast_exp2((x - base) * scale + LOG2_UNIT) + WHOLE
+    whole = fast_exp2((x - base) * scale + LOG2_UNIT) + WHOLE
     return tl.sum(whole.to(tl.int32, bitcast=True) - WHOLE_BITS, 1)
 
 
@@ -121,16 +121,9 @@ def _scan(
                 tl.store(masses + row * groups + group, masses_of(x, peak, scale), mask=group < groups)
 
 
-def scan_shape(n: int, groups: int) -> tuple[int, int, int]:
-    """Groups at a time, how often, and warps: little for a program while programs are few.
-
-    How often is no constant of the kernel, so that all numbers of rows need but two builds of it.
-    """
-    tile = TILES[n * groups >= 1 << 15]
-    steps = 1
-    while steps < 8 and n * groups >= (1 << 16) * steps * tile // 8:
-        steps *= 2
-    return tile, steps, 4
+def scan_steps(n: int, groups: int) -> int:
+    """How often a program takes a tile: once while programs are few. No constant of the kernel: all numbers of rows need one build."""
+    return 1 if n * groups < 1 << 14 else 2
 
 
 @dataclass(frozen=True)
@@ -177,8 +170,8 @@ def scan(logits: torch.Tensor, columns: Columns | None) -> Scan:
     if columns is not None:
         masses = torch.empty(n, groups, dtype=torch.int32, device=logits.device)
         inputs = columns.rows, columns.temperature, columns.top_k
-    tile, steps, warps = scan_shape(n, groups)
-    segments = triton.cdiv(groups, tile * steps)
+    steps = scan_steps(n, groups)
+    segments = triton.cdiv(groups, TILE * steps)
     found = (peaks, masses, groups, segments, steps)
-    _scan[(n * segments,)](logits, logits.stride(0), vocab, *inputs, *found, GROUP, tile, num_warps=warps, **pdl(logits))
+    _scan[(n * segments,)](logits, logits.stride(0), vocab, *inputs, *found, GROUP, TILE, num_warps=4, **pdl(logits))
     return Scan(peaks, masses)

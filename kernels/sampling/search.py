@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 
 from modelrunner.kernels.sampling import philox, reference
-from modelrunner.kernels.sampling.noise import exact_exp, gumbel, random_words, random_words_of
-from modelrunner.kernels.sampling.scan import INF, place_of
+from modelrunner.kernels.sampling.noise import INTERPRETED, exact_exp, gumbel, random_words, random_words_of
+from modelrunner.kernels.sampling.scan import INF, LOG2E, fast_exp2, place_of
 
 PURPOSE = tl.constexpr(philox.PURPOSE_SAMPLE)
 PURPOSE_GROUP = tl.constexpr(philox.PURPOSE_GROUP)
@@ -18,7 +18,7 @@ INF_BITS = tl.constexpr(0x7F800000)
 NOWHERE = tl.constexpr(0x7FFFFFFF)
 ROUNDED = tl.constexpr(18)  # bits of a bound that may be anything
 TIED = tl.constexpr(16)  # gaps so close together may be one distance
-FEW = tl.constexpr(256)  # tokens of a list that are compared each with each
+FEW = tl.constexpr(128)  # tokens of a list that are compared each with each
 OTHERS = tl.constexpr(16)  # at a time
 
 
@@ -63,15 +63,16 @@ def best_token(logits, vocab, places, peaks, best, GROUP: tl.constexpr):
 
 
 @triton.jit
-def draw(logits, vocab, likely, best, heat, cut, below, seed, position, choice, attempt, GROUP: tl.constexpr, PLACES: tl.constexpr):
-    """A token at a distance <= cut and < below, of a group drawn by the logarithms of masses [PLACES]; see `reference._draw_once`."""
+def draw(logits, vocab, likely, best, heat, cut, above, seed, position, choice, attempt, GROUP: tl.constexpr, PLACES: tl.constexpr):
+    """A token at a distance <= cut whose logit is > above, of a group drawn by the logarithms of masses [PLACES]; see
+    `reference._draw_once`."""
     places = tl.arange(0, PLACES)
     noisy = likely + gumbel(random_words(seed, position, choice, PURPOSE_GROUP + ATTEMPT * attempt, 0, PLACES))
     group = tl.min(tl.where(noisy == tl.max(noisy, 0), places, NOWHERE), 0)
     ids, x = load_chunk(logits, vocab, group * GROUP, GROUP)
     distance = distance_of(x, best, heat)
     words = random_words(seed, position, choice, PURPOSE + ATTEMPT * attempt, group * GROUP, GROUP)
-    noisy = tl.where((distance <= cut) & (distance < below), gumbel(words) - distance, -INF)
+    noisy = tl.where((distance <= cut) & (x > above), gumbel(words) - distance, -INF)
     return tl.minimum(tl.min(tl.where(noisy == tl.max(noisy, 0), ids, NOWHERE), 0), vocab - 1)
 
 
@@ -114,26 +115,26 @@ def kth_of_row(logits, vocab, best, heat, k, WIDE: tl.constexpr):
 
 
 @triton.jit
-def weigh_block(logits, vocab, nearest, block, best, heat, cut, below, lighter, BLOCK: tl.constexpr, GROUP: tl.constexpr):
-    """Of BLOCK tokens the mass of each that is at a distance <= cut, [BLOCK] int64, and to `lighter`, a pointer, those that are also
-    closer than `below`, added up by groups. nearest: the distances of the groups."""
-    mass = tl.zeros([BLOCK], tl.int64)
-    closer = tl.zeros([BLOCK // GROUP], tl.int64)
+def weights_of_block(logits, vocab, peaks, block, best, heat, cut, GROUPS: tl.constexpr, GROUP: tl.constexpr):
+    """Logits of GROUPS groups of the row, and weights exp(-distance) of their tokens at a distance <= cut, [GROUPS, GROUP] each. Weights
+    are added up by groups alone, so that no number of rows changes the order. peaks: a pointer to the row's."""
+    group = block * GROUPS + tl.arange(0, GROUPS)
+    nearest = distance_of(tl.load(peaks + group, mask=group * GROUP < vocab, other=-INF), best, heat)
+    x = tl.full([GROUPS, GROUP], -INF, tl.float32)
     if tl.min(nearest, 0) <= tl.minimum(cut, NO_MASS):
-        _, x = load_chunk(logits, vocab, block * BLOCK, BLOCK)
-        distance = distance_of(x, best, heat)
-        mass = tl.where(distance <= cut, mass_of(distance), 0)
-        closer = tl.sum(tl.reshape(tl.where(distance < below, mass, 0), [BLOCK // GROUP, GROUP]), 1)
-    group = block * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
-    tl.store(lighter + group, closer, mask=group * GROUP < vocab)
-    return mass
+        _, flat = load_chunk(logits, vocab, block * (GROUPS * GROUP), GROUPS * GROUP)
+        x = tl.reshape(flat, [GROUPS, GROUP])
+    weight = fast_exp2((x - best) * (LOG2E / heat))
+    if cut < INF:
+        weight = tl.where(distance_of(x, best, heat) <= cut, weight, 0.0)
+    return x, weight
 
 
 @triton.jit
-def nearest_of_block(peaks, vocab, block, best, heat, BLOCK: tl.constexpr, GROUP: tl.constexpr):
-    """The distances of a block's groups. peaks: a pointer to the row's."""
-    group = block * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
-    return distance_of(tl.load(peaks + group, mask=group * GROUP < vocab, other=-INF), best, heat)
+def note_weights(out, vocab, block, weight, GROUPS: tl.constexpr, GROUP: tl.constexpr):
+    """The sums of groups' weights, to their places behind `out`."""
+    group = block * GROUPS + tl.arange(0, GROUPS)
+    tl.store(out + group, tl.sum(weight, 1), mask=group * GROUP < vocab)
 
 
 @triton.jit
@@ -180,6 +181,22 @@ def cut_of(bits, weight, wanted, high):
 
 
 @triton.jit
+def _put(where, word, mask):
+    """`tl.store` of scattered words as they lie: the compiler would first exchange all addresses between the threads."""
+    if INTERPRETED:
+        tl.store(where, word, mask=mask)
+    else:
+        tl.inline_asm_elementwise(
+            "{ .reg .pred on; setp.ne.s32 on, $3, 0; @on st.global.b32 [$1], $2; mov.b32 $0, 0; }",
+            "=r,l,r,r",
+            [where.to(tl.int64), word, mask.to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
 def shortlist(
     logits,
     vocab,
@@ -194,8 +211,7 @@ def shortlist(
     LIST: tl.constexpr,
 ):
     """Writes the ids of tokens among which the k best are, without a look at the other groups: the k-th best of the groups' peaks, rounded
-    up to 5 bits, bounds the k-th best token. scratch: [GROUPS + 2 LIST] int32 of the row; the ids lie from GROUPS on, then the bits of the
-    tokens' gaps to the best logit, which are not divided by a temperature yet.
+    up to 5 bits, bounds the k-th best token. scratch: [GROUPS + LIST] int32 of the row; the ids lie from GROUPS on.
 
     Returns how many there are (more than LIST: the list is incomplete).
     """
@@ -205,43 +221,52 @@ def shortlist(
     limit = tl.minimum(((coarse + 1) << ROUNDED) + TIED, INF_BITS)
     chosen = ((gap <= limit) & (gap < INF_BITS)).to(tl.int32)
     many = tl.sum(chosen, 0)
-    tl.store(scratch + tl.cumsum(chosen, 0) - 1, places, mask=chosen > 0)
+    _put(scratch + tl.cumsum(chosen, 0) - 1, places, chosen > 0)
     tl.debug_barrier()
     count = 0
     for start in range(0, many, TILE):
         slots = start + tl.arange(0, TILE)
         group = tl.load(scratch + slots, mask=slots < many, other=groups)
-        ids = tl.reshape(group[:, None] * GROUP + tl.arange(0, GROUP)[None, :], [TILE * GROUP])
+        ids = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
         bits = bits_of(best - tl.load(logits + ids, mask=ids < vocab, other=-INF).to(tl.float32))
         kept = ((bits <= limit) & (bits < INF_BITS)).to(tl.int32)
-        place = count + tl.cumsum(kept, 0) - 1
-        fits = (kept > 0) & (place < LIST)
-        tl.store(scratch + GROUPS + place, ids, mask=fits)
-        tl.store(scratch + GROUPS + LIST + place, bits, mask=fits)
-        count += tl.sum(kept, 0)
+        many_of = tl.sum(kept, 1)
+        place = (count + tl.cumsum(many_of, 0) - many_of)[:, None] + tl.cumsum(kept, 1) - 1
+        _put(scratch + GROUPS + place, ids, (kept > 0) & (place < LIST))
+        count += tl.sum(many_of, 0)
     tl.debug_barrier()
     return count
 
 
 @triton.jit
-def listed_distance(own, slots, count, heat, LIST: tl.constexpr):
-    """The distances of listed tokens, infinite beyond the list. own: where `shortlist` put their ids."""
-    return tl.math.div_rn(distance_from(tl.load(own + LIST + slots, mask=slots < count, other=INF_BITS)), heat)
+def measure_listed(logits, own, count, best, heat, LIST: tl.constexpr):
+    """Writes the distances of listed tokens, LIST behind their ids. own: where `shortlist` put these; count: at most LIST."""
+    slots = tl.arange(0, LIST)
+    ids = tl.load(own + slots, mask=slots < count, other=0)
+    x = tl.load(logits + ids, mask=slots < count, other=-INF).to(tl.float32)
+    tl.store(own + LIST + slots, bits_of(distance_of(x, best, heat)), mask=slots < count)
+    tl.debug_barrier()
 
 
 @triton.jit
-def cut_of_few(own, count, heat, cut, k, p, LIST: tl.constexpr, FEW: tl.constexpr, OTHERS: tl.constexpr):
+def listed_distance(own, slots, count, LIST: tl.constexpr):
+    """The distances of listed tokens, infinite beyond the list. own: see `measure_listed`."""
+    return distance_from(tl.load(own + LIST + slots, mask=slots < count, other=INF_BITS))
+
+
+@triton.jit
+def cut_of_few(own, count, cut, k, p, LIST: tl.constexpr, FEW: tl.constexpr, OTHERS: tl.constexpr):
     """`cut_of_list` of at most FEW tokens: each counts and weighs the tokens that are closer."""
     slots = tl.arange(0, FEW)
-    distance = listed_distance(own, slots, count, heat, LIST)
-    closer = tl.zeros([FEW], tl.int32)
-    heavier = tl.zeros([FEW], tl.int64)
+    distance = listed_distance(own, slots, count, LIST)
+    ranks = tl.zeros([FEW, OTHERS], tl.int32)
+    masses = tl.zeros([FEW, OTHERS], tl.int64)
     for start in range(0, count, OTHERS):
-        theirs = listed_distance(own, start + tl.arange(0, OTHERS), count, heat, LIST)
+        theirs = listed_distance(own, start + tl.arange(0, OTHERS), count, LIST)
         ahead = theirs[None, :] < distance[:, None]
-        closer += tl.sum(ahead.to(tl.int32), 1)
-        if p < 1.0:
-            heavier += tl.sum(tl.where(ahead, mass_of(theirs)[None, :], 0), 1)
+        ranks += ahead.to(tl.int32)
+        masses += tl.where(ahead, mass_of(theirs)[None, :], 0)
+    closer, heavier = tl.sum(ranks, 1), tl.sum(masses, 1)
     keep = (slots < count) & (closer < k) & (distance <= cut)
     if p < 1.0:
         keep = keep & (heavier < wanted_mass(tl.sum(tl.where(keep, mass_of(distance), 0), 0), p))
@@ -249,10 +274,10 @@ def cut_of_few(own, count, heat, cut, k, p, LIST: tl.constexpr, FEW: tl.constexp
 
 
 @triton.jit
-def cut_of_many(own, count, heat, cut, k, p, LIST: tl.constexpr):
+def cut_of_many(own, count, cut, k, p, LIST: tl.constexpr):
     """`cut_of_list` by bisection."""
     slots = tl.arange(0, LIST)
-    distance = listed_distance(own, slots, count, heat, LIST)
+    distance = listed_distance(own, slots, count, LIST)
     bits = bits_of(distance)
     limit = tl.max(tl.where(slots < count, bits, 0), 0)
     cut = tl.minimum(cut, distance_from(cut_of(bits, tl.where(slots < count, 1, 0), k, limit)))
@@ -264,18 +289,18 @@ def cut_of_many(own, count, heat, cut, k, p, LIST: tl.constexpr):
 
 
 @triton.jit
-def cut_of_list(own, count, heat, cut, k, p, LIST: tl.constexpr, FEW: tl.constexpr, OTHERS: tl.constexpr):
-    """The distance at which top-k and top-p cut listed tokens. own: where `shortlist` put their ids; cut: of min-p."""
-    found = cut_of_few(own, count, heat, cut, k, p, LIST, FEW, OTHERS) if count <= FEW else cut_of_many(own, count, heat, cut, k, p, LIST)
+def cut_of_list(own, count, cut, k, p, LIST: tl.constexpr, FEW: tl.constexpr, OTHERS: tl.constexpr):
+    """The distance at which top-k and top-p cut listed tokens. own: see `measure_listed`; cut: of min-p."""
+    found = cut_of_few(own, count, cut, k, p, LIST, FEW, OTHERS) if count <= FEW else cut_of_many(own, count, cut, k, p, LIST)
     return found
 
 
 @triton.jit
-def draw_listed(own, count, heat, cut, seed, position, choice, LIST: tl.constexpr, SIZE: tl.constexpr):
+def draw_listed(own, count, cut, seed, position, choice, LIST: tl.constexpr, SIZE: tl.constexpr):
     """The draw among listed tokens, at most SIZE, at a distance <= cut."""
     slots = tl.arange(0, SIZE)
     listed = slots < count
     ids = tl.load(own + slots, mask=listed, other=0)
-    distance = listed_distance(own, slots, count, heat, LIST)
+    distance = listed_distance(own, slots, count, LIST)
     noisy = tl.where(listed & (distance <= cut), gumbel(random_words_of(seed, position, choice, PURPOSE, ids)) - distance, -INF)
     return tl.min(tl.where(listed & (noisy == tl.max(noisy, 0)), ids, NOWHERE), 0)

@@ -168,8 +168,9 @@ def test_every_shape_of_the_scan_gives_the_same(monkeypatch: pytest.MonkeyPatch)
     logits, (temperature, seed, position, choice) = made_logits(3, 3000, torch.float32), made_columns(3)
     columns = scan.Columns(temperature, None, None, None, seed, choice, position)
     one, tokens = scan.scan(logits, columns), launch.sample(logits, temperature, None, None, None, seed, position, choice)
-    for shape in ((8, 2, 4), (16, 1, 4), (16, 2, 4)):
-        monkeypatch.setattr(scan, "scan_shape", lambda n, groups, shape=shape: shape)
+    for tile, steps in ((8, 2), (16, 2), (32, 1)):
+        monkeypatch.setattr(scan, "TILE", tile)
+        monkeypatch.setattr(scan, "scan_steps", lambda n, groups, steps=steps: steps)
         other = scan.scan(logits, columns)
         assert torch.equal(other.peaks, one.peaks)
         assert torch.equal(other.masses, one.masses)
