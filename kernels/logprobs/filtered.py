@@ -20,6 +20,7 @@ from modelrunner.kernels.sampling.search import (
     cut_of_list,
     distance_of,
     kth_of_row,
+    measure_listed,
     nucleus_of_row,
     shortlist,
 )
@@ -68,10 +69,11 @@ def _cut(
             k = tl.load(top_k + row)
             if is_short(k):
                 own = scratch + row * (PLACES + 2 * LIST)
-                count, limit = shortlist(logits, vocab, peaks + row * groups, groups, own, best, heat, k, GROUP, PLACES, TILE, LIST)
+                count = shortlist(logits, vocab, peaks + row * groups, groups, own, best, k, GROUP, PLACES, TILE, LIST)
                 if count <= LIST:
                     listed = count
-                    cut = cut_of_list(own + PLACES, count, cut, limit, k, p, LIST, FEW, OTHERS)
+                    measure_listed(logits, own + PLACES, count, best, heat, LIST)
+                    cut = cut_of_list(own + PLACES, count, cut, k, p, LIST, FEW, OTHERS)
             if (listed == 0) & (k > 0) & (k < vocab):
                 cut = tl.minimum(cut, kth_of_row(logits, vocab, best, heat, k, WIDE))
         if (listed == 0) & (p < 1.0):

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 from modelrunner.kernels.builds import Build
-from modelrunner.kernels.sampling.launch import LIST, TILE, WIDE, greedy, greedy_rows, sample, sample_rows
+from modelrunner.kernels.sampling import scan
+from modelrunner.kernels.sampling.launch import LIST, MANY, TILE, WARPS, WIDE, greedy, greedy_rows, sample, sample_rows
 from modelrunner.kernels.sampling.noise import _gumbel_noise, gumbel_noise
-from modelrunner.kernels.sampling.scan import CHUNK, GROUP, _scan
+from modelrunner.kernels.sampling.scan import GROUP, _scan
 from modelrunner.kernels.sampling.settle import _confirm, _settle, _weigh
 
 OVERRIDES: dict[str, Callable[..., Any]] = {
@@ -20,14 +21,14 @@ OVERRIDES: dict[str, Callable[..., Any]] = {
 }
 
 TYPES = {
-    **dict.fromkeys(("stride", "vocab", "chunks", "segments", "parts", "steps"), "i32"),
-    **dict.fromkeys(("temperature", "top_p", "min_p", "peaks", "times", "group_peaks", "state"), "*fp32"),
-    **dict.fromkeys(("rows", "top_k", "position", "more", "choice", "scratch", "counts"), "*i32"),
-    **dict.fromkeys(("seed", "tokens", "sums"), "*i64"),
+    **dict.fromkeys(("stride", "vocab", "groups", "segments", "parts", "steps"), "i32"),
+    **dict.fromkeys(("temperature", "top_p", "min_p", "peaks", "state", "weights"), "*fp32"),
+    **dict.fromkeys(("rows", "top_k", "position", "more", "choice", "masses", "scratch", "counts", "tries"), "*i32"),
+    **dict.fromkeys(("seed", "tokens"), "*i64"),
     **dict.fromkeys(("samples", "good"), "*i1"),
 }
-FILTERED = ("top_k", "group_peaks", "scratch")
-DRAWN = ("rows", "temperature", "top_p", "min_p", "seed", "position", "more", "choice", "state")
+FILTERED = ("top_k", "top_p", "min_p", "scratch", "state", "tries")
+DRAWN = ("rows", "temperature", "masses", "seed", "position", "more", "choice")
 
 
 def _build(kernel: Any, dtype: str, absent: tuple[str, ...] = (), warps: int = 4, spill: int = 0, **constants: Any) -> Build:
@@ -43,25 +44,23 @@ def _build(kernel: Any, dtype: str, absent: tuple[str, ...] = (), warps: int = 4
     )
 
 
-def _settle_build(dtype: str, absent: tuple[str, ...], noise: bool = True) -> Build:
-    short = {"GROUP": GROUP, "GROUPS": 2048, "TILE": TILE // (4 if dtype == "*fp32" else 2), "LIST": LIST, "WIDE": WIDE}
-    warps = 4 if "top_k" in absent else 8
-    # For float32 some versions of the assembler keep a few words of the paths seldom taken in memory.
-    spill = 32 if dtype == "*fp32" else 0
-    return _build(_settle, dtype, absent, warps, spill, CHUNK=CHUNK, PLACES=256, **short, NOISE=noise)
-
-
-def _scan_build(dtype: str, absent: tuple[str, ...], tile: int, noise: bool = True) -> Build:
-    return _build(_scan, dtype, absent, CHUNK=CHUNK, GROUP=GROUP, TILE=tile, NOISE=noise)
+def _settle_build(dtype: str, absent: tuple[str, ...]) -> Build:
+    short = {"TILE": TILE // (4 if dtype == "*fp32" else 2), "LIST": LIST, "WIDE": WIDE}
+    # Some versions of the assembler keep a few words of the paths seldom taken in memory.
+    spill = 0 if "scratch" in absent else 32
+    return _build(_settle, dtype, absent, WARPS["scratch" not in absent], spill, GROUP=GROUP, PLACES=2048, **short)
 
 
 BUILDS: list[Build] = [
-    *(_scan_build(dtype, FILTERED + DRAWN, tile, False) for dtype in ("*bf16", "*fp32") for tile in (1, 2)),
-    *(_scan_build(dtype, absent, tile) for dtype in ("*bf16", "*fp32") for absent in (FILTERED, ()) for tile in (1, 2)),
-    _settle_build("*bf16", FILTERED + DRAWN, False),
-    _settle_build("*bf16", (*FILTERED, "top_p", "min_p", "state")),
+    *(
+        _build(_scan, dtype, absent, GROUP=GROUP, TILE=scan.TILE)
+        for dtype in ("*bf16", "*fp32")
+        for absent in (FILTERED + DRAWN, FILTERED, ())
+    ),
+    _settle_build("*bf16", FILTERED + DRAWN),
+    _settle_build("*bf16", FILTERED),
     *(_settle_build(dtype, ()) for dtype in ("*bf16", "*fp16", "*fp32")),
-    _build(_weigh, "*bf16", CHUNK=CHUNK),
-    _build(_confirm, "*bf16", CHUNK=CHUNK, PLACES=256),
+    *(_build(_weigh, dtype, GROUP=GROUP, TILE=scan.TILE) for dtype in ("*bf16", "*fp32")),
+    *(_build(_confirm, dtype, warps=WARPS[0], GROUP=GROUP, PLACES=2048, MANY=MANY) for dtype in ("*bf16", "*fp32")),
     Build(_gumbel_noise, {**TYPES, "out": "*fp32", "blocks": "i32"}, {"PURPOSE": 0, "BLOCK": 1024}, divisible=("vocab",)),
 ]

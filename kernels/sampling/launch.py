@@ -7,12 +7,15 @@ import triton
 
 from modelrunner.kernels.pdl import pdl
 from modelrunner.kernels.sampling import reference
-from modelrunner.kernels.sampling.scan import CHUNK, GROUP, Columns, Scan, scan
+from modelrunner.kernels.sampling import scan as scanning
+from modelrunner.kernels.sampling.scan import GROUP, Columns, Scan, scan
 from modelrunner.kernels.sampling.settle import _confirm, _settle, _weigh
 
-TILE = 32  # bytes: one logit each of the groups looked at at a time
+TILE = 64  # bytes: one logit each of the groups looked at at a time
 LIST = 1024  # tokens on a row's short list, at most
-WIDE = 4096
+WIDE = 2048  # tokens of a row at a time where all of it is read again
+MANY = 32  # groups at a time where one program weighs all of a row
+WARPS = 16, 8  # of a program that settles a row: without lists, and with
 GREEDY = (None,) * 9  # in place of rows, temperature, filters and what the noise depends on
 
 Result = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
@@ -34,11 +37,14 @@ def _run(logits: torch.Tensor, columns: Columns | None, samples: torch.Tensor | 
     if logits.stride(1) != 1:
         logits = logits.contiguous()
     found = scan(logits, columns)
-    state = None if columns is None or columns.top_p is None else torch.empty(n, 2, device=logits.device)
-    _launch_settle(logits, columns, samples, found, (tokens, counts, ok, state))
-    if state is not None:
+    state = tries = None
+    if columns is not None and columns.filtered:
+        state = torch.empty(n, 2, device=logits.device)
+        tries = torch.empty(n, reference.TRIES, dtype=torch.int32, device=logits.device)
+    _launch_settle(logits, columns, samples, found, (tokens, counts, ok, state, tries))
+    if state is not None and tries is not None:
         assert columns is not None
-        _top_p(logits, columns, found, tokens, state)
+        _confirmed(logits, columns, found, tokens, state, tries)
     return tokens, ok, counts
 
 
@@ -46,47 +52,36 @@ def _launch_settle(
     logits: torch.Tensor, columns: Columns | None, samples: torch.Tensor | None, found: Scan, out: tuple[torch.Tensor | None, ...]
 ) -> None:
     n, vocab = logits.shape
-    chunks = found.peaks.shape[1]
-    inputs, scratch, groups = GREEDY, None, 16
+    groups = found.peaks.shape[1]
+    places, inputs, scratch = places_of(groups), GREEDY, None
     if columns is not None:
         filters = columns.top_k, columns.top_p, columns.min_p
         inputs = (columns.rows, columns.temperature, *filters, *columns.draw)  # type: ignore[assignment]
         if columns.top_k is not None:
-            groups = places_of(chunks * (CHUNK // GROUP))
-            scratch = torch.empty(n, groups + 2 * LIST, dtype=torch.int32, device=logits.device)
-    constants = (
-        CHUNK,
-        places_of(chunks),
-        GROUP,
-        groups,
-        TILE // logits.element_size(),
-        LIST,
-        min(WIDE, places_of(vocab)),
-        columns is not None,
-    )
-    scanned = (found.peaks, found.times, found.group_peaks, scratch, chunks)
-    warps = 4 if scratch is None else 8
-    _settle[(n,)](logits, logits.stride(0), vocab, *inputs, samples, *scanned, *out, *constants, num_warps=warps, **pdl(logits))
+            scratch = torch.empty(n, places + 2 * LIST, dtype=torch.int32, device=logits.device)
+    constants = (GROUP, places, TILE // logits.element_size(), LIST, min(WIDE, places_of(vocab)))
+    head = (logits, logits.stride(0), vocab, *inputs, samples, found.peaks, found.masses, scratch, groups, *out)
+    _settle[(n,)](*head, *constants, num_warps=WARPS[scratch is not None], **pdl(logits))
 
 
-def parts_of(n: int, chunks: int) -> tuple[int, int]:
-    """How many programs weigh a row, and how many chunks each takes."""
+def parts_of(n: int, tiles: int) -> tuple[int, int]:
+    """How many programs weigh a row, and how many tiles each takes."""
     steps = 1
-    while steps < 32 and n * chunks >= 2048 * steps:
+    while steps < 8 and n * tiles >= 2048 * steps:
         steps *= 2
-    return -(-chunks // steps), steps
+    return -(-tiles // steps), steps
 
 
-def _top_p(logits: torch.Tensor, columns: Columns, found: Scan, tokens: torch.Tensor, state: torch.Tensor) -> None:
+def _confirmed(logits: torch.Tensor, columns: Columns, found: Scan, tokens: torch.Tensor, state: torch.Tensor, tries: torch.Tensor) -> None:
     n, vocab = logits.shape
-    chunks = found.peaks.shape[1]
-    parts, steps = parts_of(n, chunks)
-    sums = torch.empty(n, parts, 2, dtype=torch.int64, device=logits.device)
+    groups = found.peaks.shape[1]
+    parts, steps = parts_of(n, triton.cdiv(groups, scanning.TILE))
+    weights = torch.empty(n, 1 + reference.TRIES, groups, device=logits.device)
     head = (logits, logits.stride(0), vocab, columns.rows, columns.temperature)
-    _weigh[(n * parts,)](*head, found.peaks, chunks, tokens, state, sums, parts, steps, CHUNK, **pdl(logits))
-    scanned = (found.peaks, found.times, chunks)
-    constants = (CHUNK, places_of(chunks))
-    _confirm[(n,)](*head, columns.top_p, *columns.draw, *scanned, tokens, state, sums, parts, *constants, **pdl(logits))
+    weighed = (found.peaks, groups, state, tries, weights)
+    _weigh[(n * parts,)](*head, *weighed, parts, steps, GROUP, scanning.TILE, num_warps=4, **pdl(logits))
+    constants = (GROUP, places_of(groups), MANY)
+    _confirm[(n,)](*head, columns.top_p, *columns.draw, *weighed, tokens, *constants, num_warps=WARPS[0], **pdl(logits))
 
 
 def greedy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -105,7 +100,8 @@ def sample(
     choice: torch.Tensor,
     uniforms: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `reference.sample`: two launches, four with top_p. One read of the logits, one more for rows with top-p but no small top-k."""
+    """See `reference.sample`: two launches, four with filters. One read of the logits; one more for rows with top-p but no small top-k,
+    and for those whose first token other filters drop."""
     if uniforms is not None:
         return reference.sample(logits, temperature, top_k, top_p, min_p, seed, position, choice, uniforms)
     given = (temperature, top_k, top_p, min_p, seed, choice, position)

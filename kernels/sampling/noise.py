@@ -37,12 +37,12 @@ def exact_exp(x):
 
 
 @triton.jit
-def _philox(block, seed, position, choice, PURPOSE: tl.constexpr):
-    """The four words of each counter. block: a tensor; seed, position, choice: int64."""
+def _philox(block, seed, position, choice, purpose):
+    """The four words of each counter. block: a tensor; seed, position, choice: int64; purpose: int32 or a constant."""
     c0 = block.to(tl.uint32)
     c1 = tl.zeros_like(c0) + position.to(tl.uint32)
     c2 = tl.zeros_like(c0) + choice.to(tl.uint32)
-    c3 = tl.zeros_like(c0) + PURPOSE
+    c3 = (tl.zeros_like(block) + purpose).to(tl.uint32)
     k0, k1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
     for _ in tl.static_range(ROUNDS):
         p0, p1 = c0.to(tl.uint64) * M0, c2.to(tl.uint64) * M1
@@ -53,16 +53,16 @@ def _philox(block, seed, position, choice, PURPOSE: tl.constexpr):
 
 
 @triton.jit
-def random_words(seed, position, choice, PURPOSE: tl.constexpr, start, COUNT: tl.constexpr):
+def random_words(seed, position, choice, purpose, start, COUNT: tl.constexpr):
     """COUNT random words [COUNT] uint32, of vocabulary ids start to start + COUNT. start and COUNT: multiples of 4."""
-    c0, c1, c2, c3 = _philox(start // 4 + tl.arange(0, COUNT // 4), seed, position, choice, PURPOSE)
+    c0, c1, c2, c3 = _philox(start // 4 + tl.arange(0, COUNT // 4), seed, position, choice, purpose)
     return tl.reshape(tl.join(tl.join(c0, c2), tl.join(c1, c3)), [COUNT])
 
 
 @triton.jit
-def random_words_of(seed, position, choice, PURPOSE: tl.constexpr, ids):
+def random_words_of(seed, position, choice, purpose, ids):
     """The random words of scattered vocabulary ids, uint32."""
-    c0, c1, c2, c3 = _philox(ids // 4, seed, position, choice, PURPOSE)
+    c0, c1, c2, c3 = _philox(ids // 4, seed, position, choice, purpose)
     place = ids % 4
     return tl.where(place < 2, tl.where(place == 0, c0, c1), tl.where(place == 2, c2, c3))
 

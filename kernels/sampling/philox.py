@@ -12,7 +12,8 @@ ROUNDS = 10
 BROADCAST_ROUNDS = 3  # a counter that differs in one word only has filled all four after so many
 WORD = 0xFFFFFFFF
 
-PURPOSE_SAMPLE, PURPOSE_DRAFT, PURPOSE_ACCEPT, PURPOSE_RECOVER = range(4)
+PURPOSE_SAMPLE, PURPOSE_DRAFT, PURPOSE_ACCEPT, PURPOSE_RECOVER, PURPOSE_GROUP = range(5)
+ATTEMPT = 8  # added to a purpose for each further try of the same draw
 
 # 23 bits and a half: every value is exact in float32 and lies strictly between 0 and 1, so that its noise is finite.
 UNIFORM_BITS = 23
@@ -48,24 +49,35 @@ def uniform_noise(seed: torch.Tensor, position: torch.Tensor, choice: torch.Tens
 
     seed [n] int64: key, low word first. Vocabulary id v takes word v % 4 of the counter (v // 4, position, choice, purpose).
     """
-    wide = [t.to(torch.int64).unsqueeze(1) for t in (seed, position, choice)]
-    block = torch.arange(-(-vocab // 4), device=seed.device).unsqueeze(0)
+    return uniform_blocks((seed, position, choice), purpose, torch.arange(-(-vocab // 4), device=seed.device).unsqueeze(0))[:, :vocab]
+
+
+def uniform_blocks(keys: tuple[torch.Tensor, ...], purpose: int, block: torch.Tensor) -> torch.Tensor:
+    """The numbers of `uniform_noise` of ids 4 b to 4 b + 3 for each b in block, [n or 1, B] int64: [n, 4 B] float32. keys: seed, position
+    and choice, [n] each.
+    """
+    wide = [t.to(torch.int64).unsqueeze(1) for t in keys]
     key = (wide[0] & WORD, (wide[0] >> 32) & WORD)
     words = philox(key, (block, wide[1] & WORD, wide[2] & WORD, torch.full_like(wide[1], purpose)))
-    bits = torch.empty(*words[0].shape, 4, device=seed.device)
+    bits = torch.empty(*words[0].shape, 4, device=block.device)
     for place, word in enumerate(words):
         bits[..., place].copy_(word.bitwise_right_shift_(32 - UNIFORM_BITS))
-    return bits.add_(0.5).mul_(2.0**-UNIFORM_BITS).view(seed.shape[0], -1)[:, :vocab]
+    return bits.add_(0.5).mul_(2.0**-UNIFORM_BITS).flatten(1)
+
+
+def gumbel(uniforms: torch.Tensor) -> torch.Tensor:
+    """Standard Gumbel noise -log(-log(u)) of numbers in (0, 1), which it overwrites."""
+    return uniforms.log_().neg_().log_().neg_()
 
 
 def gumbel_noise(
     seed: torch.Tensor, position: torch.Tensor, choice: torch.Tensor, purpose: int, vocab: int, uniforms: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Standard Gumbel noise -log(-log(u)), [n, vocab] float32, always finite. argmax(logits + noise) draws from softmax(logits)
+    """Standard Gumbel noise, [n, vocab] float32, always finite. argmax(logits + noise) draws from softmax(logits)
     (Maddison et al. 2014, arXiv:1411.0030).
 
     seed [n] int64; position, choice [n] integers; purpose: which of a step's independent draws. uniforms: [n, vocab] float32 to use in
     place of the generator's, clamped to what the generator can give.
     """
     u = uniform_noise(seed, position, choice, purpose, vocab) if uniforms is None else uniforms.to(torch.float32)
-    return u.clamp(UNIFORM_MIN, UNIFORM_MAX).log_().neg_().log_().neg_()
+    return gumbel(u.clamp(UNIFORM_MIN, UNIFORM_MAX))

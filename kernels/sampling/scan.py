@@ -1,13 +1,8 @@
-"""The one pass over all logits: the peak of every chunk of the vocabulary and, for rows that draw, how far its best noisy token can get.
-
-The draw is a race: with u uniform, -log(u) * exp(distance) is the arrival time of a token, and the earliest wins; its negative logarithm is
-noise - distance. The times here are lower bounds, exact where a token comes early: `settle.py` looks at the promising chunks again, with
-the reference's own rounding.
-"""
+"""The one pass over all logits: of every group of tokens the peak and, for rows that draw from all tokens, the mass."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 from dataclasses import dataclass
 
 import torch
@@ -16,18 +11,17 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from modelrunner.kernels.pdl import pdl
-from modelrunner.kernels.sampling import philox
-from modelrunner.kernels.sampling.noise import INTERPRETED, UNIFORM_BITS, random_words
-from modelrunner.kernels.sampling.reference import GREEDY_TEMPERATURE
+from modelrunner.kernels.sampling import reference
+from modelrunner.kernels.sampling.noise import INTERPRETED
+from modelrunner.kernels.sampling.reference import GROUP
 
-CHUNK = 1024
-GROUP = 128
-SHORT_K = tl.constexpr(512)
-GREEDY_LIMIT = tl.constexpr(GREEDY_TEMPERATURE)
-PURPOSE = tl.constexpr(philox.PURPOSE_SAMPLE)
-UNIFORM_MAX = tl.constexpr(philox.UNIFORM_MAX)
-LN2 = tl.constexpr(0.6931471805599453)
-LOG2E = tl.constexpr(1.4426950408889634)
+TILE = 16  # groups at a time
+SHORT_K = tl.constexpr(reference.SHORT_K)
+GREEDY_LIMIT = tl.constexpr(reference.GREEDY_TEMPERATURE)
+LOG2_UNIT = tl.constexpr(math.log2(reference.GROUP_UNIT))
+LOG2E = tl.constexpr(math.log2(math.e))
+WHOLE = tl.constexpr(2.0**23)  # added to a smaller number, it leaves the nearest integer in the lower bits
+WHOLE_BITS = tl.constexpr(0x4B000000)
 INF = tl.constexpr(float("inf"))
 
 
@@ -56,7 +50,7 @@ def place_of(x, peak, ids):
 
 @triton.jit
 def is_short(k):
-    """Whether a row's top-k is small enough for a list of candidates; such a row needs no race."""
+    """Whether a row's top-k is small enough for a list of candidates; such a row needs no masses."""
     return (k > 0) & (k <= SHORT_K)
 
 
@@ -70,7 +64,7 @@ def draw_key(row, line, seed, position, more, choice):
 
 
 @triton.jit
-def _fast_exp2(x):
+def fast_exp2(x):
     if INTERPRETED:
         return tl.exp2(x)
     else:
@@ -78,13 +72,11 @@ def _fast_exp2(x):
 
 
 @triton.jit
-def _times(x, peak, scale, words):
-    """What arrival times are at least, but for 1e-5 of themselves, relative to the peak's distance; inf for a token that cannot win.
-
-    With r = 1 - u, -log(u) is r + r^2 / 2 + r^3 / 3 + ...: few terms do, as early arrivals have small r.
-    """
-    rest = ((words >> (32 - UNIFORM_BITS)) ^ 0x3FFFFFFF).to(tl.float32, bitcast=True) - UNIFORM_MAX
-    return rest * (1.0 + rest * (0.5 + rest * (1.0 / 3.0))) * _fast_exp2((peak - x) * scale)
+def masses_of(x, peak, scale):
+    """The mass of each group, in GROUP_UNIT of its best token's, [TILE] int32. x: [TILE, GROUP]; peak: [TILE]."""
+    base = tl.where(peak == -INF, 0.0, peak)[:, None]
+    whole = fast_exp2((x - base) * scale + LOG2_UNIT) + WHOLE
+    return tl.sum(whole.to(tl.int32, bitcast=True) - WHOLE_BITS, 1)
 
 
 @triton.jit(do_not_specialize=["segments", "steps"])
@@ -95,68 +87,43 @@ def _scan(
     rows,
     temperature,
     top_k,
-    seed,
-    position,
-    more,
-    choice,
     peaks,
-    times,
-    group_peaks,
-    chunks,
+    masses,
+    groups,
     segments,
     steps,
-    CHUNK: tl.constexpr,
     GROUP: tl.constexpr,
     TILE: tl.constexpr,
-    NOISE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A program takes `steps` times TILE chunks of a row.
-
-    peaks, times: [n, chunks]; group_peaks: [n, chunks * CHUNK / GROUP], only with top_k.
-    """
+    """A program takes `steps` times TILE groups of a row. peaks: [n, groups] float32; masses: [n, groups] int32, None if all are greedy."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     row, segment = (tl.program_id(0) // segments).to(tl.int64), tl.program_id(0) % segments
-    if NOISE:
+    if masses is not None:
         line = row if rows is None else tl.load(rows + row).to(tl.int64)
         heat = tl.load(temperature + line)
-        races = heat > GREEDY_LIMIT
+        weighs = heat > GREEDY_LIMIT
         if top_k is not None:
-            races = races & (is_short(tl.load(top_k + line)) == 0)
+            weighs = weighs & (is_short(tl.load(top_k + line)) == 0)
         scale = LOG2E / heat
-        key, where, which = draw_key(row, line, seed, position, more, choice)
     for step in range(steps):
         first = (segment * steps + step) * TILE
-        chunk = first + tl.arange(0, TILE)
-        ids = first * CHUNK + tl.arange(0, TILE * CHUNK)
+        group = first + tl.arange(0, TILE)
+        ids = first * GROUP + tl.arange(0, TILE * GROUP)
         flat = tl.load(logits + row * stride + ids, mask=ids < vocab, other=-INF)
-        x = tl.reshape(flat, [TILE, CHUNK]).to(tl.float32)
+        x = tl.reshape(flat, [TILE, GROUP]).to(tl.float32)
         peak = peak_of(x, 1)
-        tl.store(peaks + row * chunks + chunk, peak, mask=chunk < chunks)
-        if NOISE:
-            if top_k is not None:
-                group = first * (CHUNK // GROUP) + tl.arange(0, TILE * CHUNK // GROUP)
-                groups = chunks * (CHUNK // GROUP)
-                most = tl.max(tl.reshape(flat, [TILE * CHUNK // GROUP, GROUP]), 1).to(tl.float32)
-                tl.store(group_peaks + row * groups + group, most, mask=group < groups)
-            if races:
-                words = tl.reshape(random_words(key, where, which, PURPOSE, first * CHUNK, TILE * CHUNK), [TILE, CHUNK])
-                earliest = tl.min(_times(x, tl.where(peak == -INF, 0.0, peak)[:, None], scale, words), 1)
-                tl.store(times + row * chunks + chunk, earliest, mask=chunk < chunks)
+        tl.store(peaks + row * groups + group, peak, mask=group < groups)
+        if masses is not None:  # noqa: SIM102  (the compiler must not see the rest)
+            if weighs:
+                tl.store(masses + row * groups + group, masses_of(x, peak, scale), mask=group < groups)
 
 
-def scan_shape(n: int, chunks: int) -> tuple[int, int, int]:
-    """Chunks at a time, how often, and warps: little for a program while programs are few.
-
-    How often is no constant of the kernel, so that all numbers of rows need but two builds of it.
-    """
-    tile = 1 if n * chunks < 4096 else 2
-    steps = 1
-    while steps < 8 and n * chunks >= 8192 * steps * tile:
-        steps *= 2
-    return tile, steps, 4
+def scan_steps(n: int, groups: int) -> int:
+    """How often a program takes a tile: once while programs are few. No constant of the kernel: all numbers of rows need one build."""
+    return 1 if n * groups < 1 << 14 else 2
 
 
 @dataclass(frozen=True)
@@ -177,6 +144,10 @@ class Columns:
     rows: torch.Tensor | None = None
 
     @property
+    def filtered(self) -> bool:
+        return any(column is not None for column in (self.top_k, self.top_p, self.min_p))
+
+    @property
     def draw(self) -> tuple[torch.Tensor | None, ...]:
         """Arguments of `draw_key`."""
         return self.seed, self.position, self.more, self.choice
@@ -184,32 +155,23 @@ class Columns:
 
 @dataclass(frozen=True)
 class Scan:
-    """Peaks and arrival times, [n, chunks] float32, and the peaks of groups, [n, chunks * CHUNK / GROUP], None without top-k."""
+    """Of groups, [n, groups]: peaks float32, and masses int32 in GROUP_UNIT of the peak's, None if all rows are greedy."""
 
     peaks: torch.Tensor
-    times: torch.Tensor
-    group_peaks: torch.Tensor | None
+    masses: torch.Tensor | None
 
 
 def scan(logits: torch.Tensor, columns: Columns | None) -> Scan:
-    """logits: [n, V], rows contiguous. columns: None if all rows are greedy, then arrival times are undefined."""
+    """logits: [n, V], rows contiguous. columns: None if all rows are greedy. Masses of rows that need none are undefined."""
     n, vocab = logits.shape
-    chunks = triton.cdiv(vocab, CHUNK)
-    found = [torch.empty(n, chunks, device=logits.device) for _ in range(2)]  # each on a border of its own, for any n: one build
-    groups, inputs = None, (None,) * 7
+    groups = triton.cdiv(vocab, GROUP)
+    peaks, masses = torch.empty(n, groups, device=logits.device), None
+    inputs: tuple[torch.Tensor | None, ...] = (None,) * 3
     if columns is not None:
-        inputs = (columns.rows, columns.temperature, columns.top_k, *columns.draw)  # type: ignore[assignment]
-        if columns.top_k is not None:
-            groups = torch.empty(n, chunks * (CHUNK // GROUP), device=logits.device)
-    out = Scan(found[0], found[1], groups)
-    _launch(logits, inputs, out, scan_shape(n, chunks))
-    return out
-
-
-def _launch(logits: torch.Tensor, inputs: Sequence[torch.Tensor | None], out: Scan, shape: tuple[int, int, int]) -> None:
-    """inputs: rows, temperature, top_k and what noise depends on."""
-    (n, chunks), (tile, steps, warps) = out.peaks.shape, shape
-    segments = triton.cdiv(chunks, tile * steps)
-    found = (out.peaks, out.times, out.group_peaks, chunks, segments, steps)
-    constants = (CHUNK, GROUP, tile, inputs[1] is not None)
-    _scan[(n * segments,)](logits, logits.stride(0), logits.shape[1], *inputs, *found, *constants, num_warps=warps, **pdl(logits))
+        masses = torch.empty(n, groups, dtype=torch.int32, device=logits.device)
+        inputs = columns.rows, columns.temperature, columns.top_k
+    steps = scan_steps(n, groups)
+    segments = triton.cdiv(groups, TILE * steps)
+    found = (peaks, masses, groups, segments, steps)
+    _scan[(n * segments,)](logits, logits.stride(0), vocab, *inputs, *found, GROUP, TILE, num_warps=4, **pdl(logits))
+    return Scan(peaks, masses)

@@ -5,17 +5,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from modelrunner.kernels.sampling import reference
-from modelrunner.kernels.sampling.noise import exact_exp, gumbel, random_words, random_words_of
-from modelrunner.kernels.sampling.scan import INF, PURPOSE, place_of
+from modelrunner.kernels.sampling import philox, reference
+from modelrunner.kernels.sampling.noise import INTERPRETED, exact_exp, gumbel, random_words, random_words_of
+from modelrunner.kernels.sampling.scan import INF, LOG2E, fast_exp2, place_of
 
-SLACK = tl.constexpr(2.0**-10)  # bounds are good to 2e-5
+PURPOSE = tl.constexpr(philox.PURPOSE_SAMPLE)
+PURPOSE_GROUP = tl.constexpr(philox.PURPOSE_GROUP)
+ATTEMPT = tl.constexpr(philox.ATTEMPT)
 MASS_UNIT = tl.constexpr(reference.MASS_UNIT)
 NO_MASS = tl.constexpr(28.0)  # exp(-28) is below 2^-40: a token at this distance has no mass
 INF_BITS = tl.constexpr(0x7F800000)
 NOWHERE = tl.constexpr(0x7FFFFFFF)
-ROUNDED = tl.constexpr(18)  # bits of a bound that may be anything
-FEW = tl.constexpr(256)  # tokens of a list that are compared each with each
+ROUNDED = tl.constexpr(17)  # bits of a bound that may be anything
+TIED = tl.constexpr(16)  # gaps so close together may be one distance
+FEW = tl.constexpr(128)  # tokens of a list that are compared each with each
 OTHERS = tl.constexpr(16)  # at a time
 
 
@@ -53,34 +56,39 @@ def distance_at(logits, token, best, heat):
 
 
 @triton.jit
-def best_token(logits, vocab, places, peaks, best, CHUNK: tl.constexpr):
+def best_token(logits, vocab, places, peaks, best, GROUP: tl.constexpr):
     """The lowest id that holds the row's best logit (or NaN)."""
-    ids, x = load_chunk(logits, vocab, place_of(peaks, best, places) * CHUNK, CHUNK)
+    ids, x = load_chunk(logits, vocab, place_of(peaks, best, places) * GROUP, GROUP)
     return tl.minimum(place_of(x, best, ids), vocab - 1)
 
 
 @triton.jit
-def draw(logits, vocab, places, bounds, best, heat, cut, below, seed, position, choice, CHUNK: tl.constexpr):
-    """The token of the largest noise - distance, the lowest id among equals, of those at a distance <= cut and < below.
+def draw(logits, vocab, likely, best, heat, cut, above, seed, position, choice, attempt, GROUP: tl.constexpr, PLACES: tl.constexpr):
+    """A token at a distance <= cut whose logit is > above, of a group drawn by the logarithms of masses [PLACES]; see
+    `reference._draw_once`."""
+    places = tl.arange(0, PLACES)
+    noisy = likely + gumbel(random_words(seed, position, choice, PURPOSE_GROUP + ATTEMPT * attempt, 0, PLACES))
+    group = tl.min(tl.where(noisy == tl.max(noisy, 0), places, NOWHERE), 0)
+    ids, x = load_chunk(logits, vocab, group * GROUP, GROUP)
+    distance = distance_of(x, best, heat)
+    words = random_words(seed, position, choice, PURPOSE + ATTEMPT * attempt, group * GROUP, GROUP)
+    noisy = tl.where((distance <= cut) & (x > above), gumbel(words) - distance, -INF)
+    return tl.minimum(tl.min(tl.where(noisy == tl.max(noisy, 0), ids, NOWHERE), 0), vocab - 1)
 
-    Chunks are looked at in the order of their bounds, until no bound reaches what was found.
-    """
+
+@triton.jit
+def draw_row(logits, vocab, best, heat, cut, seed, position, choice, WIDE: tl.constexpr):
+    """Of all tokens at a distance <= cut the one that its own noise puts first."""
     found = -INF
     token = 0
-    top = tl.max(bounds, 0)
-    while (top > -INF) & (top + SLACK >= found):
-        chunk = tl.min(tl.where(bounds == top, places, NOWHERE), 0)
-        ids, x = load_chunk(logits, vocab, chunk * CHUNK, CHUNK)
+    for start in range(0, vocab, WIDE):
+        ids, x = load_chunk(logits, vocab, start, WIDE)
         distance = distance_of(x, best, heat)
-        words = random_words(seed, position, choice, PURPOSE, chunk * CHUNK, CHUNK)
-        noisy = tl.where((distance <= cut) & (distance < below), gumbel(words) - distance, -INF)
+        words = random_words(seed, position, choice, PURPOSE, start, WIDE)
+        noisy = tl.where((distance <= cut) & (distance < INF), gumbel(words) - distance, -INF)
         value = tl.max(noisy, 0)
-        first = tl.min(tl.where(noisy == value, ids, NOWHERE), 0)
-        better = (value > found) | ((value == found) & (first < token))
-        token = tl.where(better & (value > -INF), first, token)
+        token = tl.where(value > found, tl.min(tl.where(noisy == value, ids, NOWHERE), 0), token)
         found = tl.maximum(found, value)
-        bounds = tl.where(places == chunk, -INF, bounds)
-        top = tl.max(bounds, 0)
     return token
 
 
@@ -97,7 +105,7 @@ def count_row(logits, vocab, best, heat, limit, WIDE: tl.constexpr):
 @triton.jit
 def kth_of_row(logits, vocab, best, heat, k, WIDE: tl.constexpr):
     """The distance of the row's k-th best token, by bisection over all logits."""
-    low, high = 0, INF_BITS
+    low, high = tl.full([], 0, tl.int32), tl.full([], INF_BITS, tl.int32)
     while low < high:
         middle = low + (high - low) // 2
         enough = count_row(logits, vocab, best, heat, middle, WIDE) >= k
@@ -107,16 +115,26 @@ def kth_of_row(logits, vocab, best, heat, k, WIDE: tl.constexpr):
 
 
 @triton.jit
-def weigh_row(logits, vocab, peaks, best, heat, cut, below, CHUNK: tl.constexpr):
-    """The mass of the row's tokens at a distance <= cut and < below, an integer. peaks: a pointer to the row's."""
-    mass = tl.zeros([CHUNK], tl.int64)
-    for chunk in range(tl.cdiv(vocab, CHUNK)):
-        nearest = distance_of(tl.load(peaks + chunk), best, heat)
-        if (nearest <= cut) & (nearest < below) & (nearest < NO_MASS):
-            _, x = load_chunk(logits, vocab, chunk * CHUNK, CHUNK)
-            distance = distance_of(x, best, heat)
-            mass += tl.where((distance <= cut) & (distance < below), mass_of(distance), 0)
-    return tl.sum(mass, 0)
+def weights_of_block(logits, vocab, peaks, block, best, heat, cut, GROUPS: tl.constexpr, GROUP: tl.constexpr):
+    """Logits of GROUPS groups of the row, and weights exp(-distance) of their tokens at a distance <= cut, [GROUPS, GROUP] each. Weights
+    are added up by groups alone, so that no number of rows changes the order. peaks: a pointer to the row's."""
+    group = block * GROUPS + tl.arange(0, GROUPS)
+    nearest = distance_of(tl.load(peaks + group, mask=group * GROUP < vocab, other=-INF), best, heat)
+    x = tl.full([GROUPS, GROUP], -INF, tl.float32)
+    if tl.min(nearest, 0) <= tl.minimum(cut, NO_MASS):
+        _, flat = load_chunk(logits, vocab, block * (GROUPS * GROUP), GROUPS * GROUP)
+        x = tl.reshape(flat, [GROUPS, GROUP])
+    weight = fast_exp2((x - best) * (LOG2E / heat))
+    if cut < INF:
+        weight = tl.where(distance_of(x, best, heat) <= cut, weight, 0.0)
+    return x, weight
+
+
+@triton.jit
+def note_weights(out, vocab, block, weight, GROUPS: tl.constexpr, GROUP: tl.constexpr):
+    """The sums of groups' weights, to their places behind `out`."""
+    group = block * GROUPS + tl.arange(0, GROUPS)
+    tl.store(out + group, tl.sum(weight, 1), mask=group * GROUP < vocab)
 
 
 @triton.jit
@@ -133,7 +151,7 @@ def mass_of_row(logits, vocab, best, heat, limit, WIDE: tl.constexpr):
 @triton.jit
 def nucleus_of_row(logits, vocab, best, heat, cut, p, WIDE: tl.constexpr):
     """The distance at which top-p cuts the row's tokens at a distance <= cut, by bisection over all logits."""
-    low, high = 0, bits_of(tl.minimum(cut, NO_MASS))
+    low, high = tl.full([], 0, tl.int32), bits_of(tl.minimum(cut, NO_MASS))
     wanted = wanted_mass(mass_of_row(logits, vocab, best, heat, high, WIDE), p)
     while low < high:
         middle = low + (high - low) // 2
@@ -153,13 +171,29 @@ def wanted_mass(total, p):
 @triton.jit
 def cut_of(bits, weight, wanted, high):
     """The smallest b such that the elements with bits <= b weigh at least `wanted`; `high` if there is none below it."""
-    low = 0
+    low = tl.full([], 0, tl.int32)
     while low < high:
         middle = low + (high - low) // 2
         enough = tl.sum(tl.where(bits <= middle, weight, 0), 0) >= wanted
         high = tl.where(enough, middle, high)
         low = tl.where(enough, low, middle + 1)
     return low
+
+
+@triton.jit
+def _put(where, word, mask):
+    """`tl.store` of scattered words as they lie: the compiler would first exchange all addresses between the threads."""
+    if INTERPRETED:
+        tl.store(where, word, mask=mask)
+    else:
+        tl.inline_asm_elementwise(
+            "{ .reg .pred on; setp.ne.s32 on, $3, 0; @on st.global.b32 [$1], $2; mov.b32 $0, 0; }",
+            "=r,l,r,r",
+            [where.to(tl.int64), word, mask.to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 @triton.jit
@@ -170,7 +204,6 @@ def shortlist(
     groups,
     scratch,
     best,
-    heat,
     k,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -178,68 +211,77 @@ def shortlist(
     LIST: tl.constexpr,
 ):
     """Writes the ids of tokens among which the k best are, without a look at the other groups: the k-th best of the groups' peaks, rounded
-    up to 5 bits, bounds the k-th best token. scratch: [GROUPS + 2 LIST] int32 of the row; the ids lie from GROUPS on, then the bits of the
-    tokens' distances.
+    up to 6 bits, bounds the k-th best token. scratch: [GROUPS + LIST] int32 of the row; the ids lie from GROUPS on.
 
-    Returns how many there are (more than LIST: the list is incomplete) and the bound, bits of a distance.
+    Returns how many there are (more than LIST: the list is incomplete).
     """
     places = tl.arange(0, GROUPS)
-    nearest = bits_of(distance_of(tl.load(group_peaks + places, mask=places < groups, other=-INF), best, heat))
-    coarse = cut_of(nearest >> ROUNDED, tl.full([GROUPS], 1, tl.int32), k, tl.full([], INF_BITS >> ROUNDED, tl.int32))
-    limit = tl.minimum(((coarse + 1) << ROUNDED) - 1, INF_BITS)
-    chosen = ((nearest <= limit) & (nearest < INF_BITS)).to(tl.int32)
+    gap = bits_of(best - tl.load(group_peaks + places, mask=places < groups, other=-INF))
+    coarse = cut_of(gap >> ROUNDED, tl.full([GROUPS], 1, tl.int32), k, tl.full([], INF_BITS >> ROUNDED, tl.int32))
+    limit = tl.minimum(((coarse + 1) << ROUNDED) + TIED, INF_BITS)
+    chosen = ((gap <= limit) & (gap < INF_BITS)).to(tl.int32)
     many = tl.sum(chosen, 0)
-    tl.store(scratch + tl.cumsum(chosen, 0) - 1, places, mask=chosen > 0)
+    _put(scratch + tl.cumsum(chosen, 0) - 1, places, chosen > 0)
     tl.debug_barrier()
     count = 0
     for start in range(0, many, TILE):
         slots = start + tl.arange(0, TILE)
         group = tl.load(scratch + slots, mask=slots < many, other=groups)
-        ids = tl.reshape(group[:, None] * GROUP + tl.arange(0, GROUP)[None, :], [TILE * GROUP])
-        x = tl.load(logits + ids, mask=ids < vocab, other=-INF).to(tl.float32)
-        bits = bits_of(distance_of(x, best, heat))
+        ids = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+        bits = bits_of(best - tl.load(logits + ids, mask=ids < vocab, other=-INF).to(tl.float32))
         kept = ((bits <= limit) & (bits < INF_BITS)).to(tl.int32)
-        place = count + tl.cumsum(kept, 0) - 1
-        fits = (kept > 0) & (place < LIST)
-        tl.store(scratch + GROUPS + place, ids, mask=fits)
-        tl.store(scratch + GROUPS + LIST + place, bits, mask=fits)
-        count += tl.sum(kept, 0)
+        many_of = tl.sum(kept, 1)
+        place = (count + tl.cumsum(many_of, 0) - many_of)[:, None] + tl.cumsum(kept, 1) - 1
+        _put(scratch + GROUPS + place, ids, (kept > 0) & (place < LIST))
+        count += tl.sum(many_of, 0)
     tl.debug_barrier()
-    return count, limit
+    return count
+
+
+@triton.jit
+def measure_listed(logits, own, count, best, heat, LIST: tl.constexpr):
+    """Writes the distances of listed tokens, LIST behind their ids. own: where `shortlist` put these; count: at most LIST."""
+    slots = tl.arange(0, LIST)
+    ids = tl.load(own + slots, mask=slots < count, other=0)
+    x = tl.load(logits + ids, mask=slots < count, other=-INF).to(tl.float32)
+    tl.store(own + LIST + slots, bits_of(distance_of(x, best, heat)), mask=slots < count)
+    tl.debug_barrier()
+
+
+@triton.jit
+def listed_distance(own, slots, count, LIST: tl.constexpr):
+    """The distances of listed tokens, infinite beyond the list. own: see `measure_listed`."""
+    return distance_from(tl.load(own + LIST + slots, mask=slots < count, other=INF_BITS))
 
 
 @triton.jit
 def cut_of_few(own, count, cut, k, p, LIST: tl.constexpr, FEW: tl.constexpr, OTHERS: tl.constexpr):
     """`cut_of_list` of at most FEW tokens: each counts and weighs the tokens that are closer."""
     slots = tl.arange(0, FEW)
-    listed = slots < count
-    bits = tl.load(own + LIST + slots, mask=listed, other=INF_BITS)
-    distance = distance_from(bits)
-    closer = tl.zeros([FEW], tl.int32)
-    heavier = tl.zeros([FEW], tl.int64)
+    distance = listed_distance(own, slots, count, LIST)
+    ranks = tl.zeros([FEW, OTHERS], tl.int32)
+    masses = tl.zeros([FEW, OTHERS], tl.int64)
     for start in range(0, count, OTHERS):
-        others = start + tl.arange(0, OTHERS)
-        theirs = tl.load(own + LIST + others, mask=others < count, other=INF_BITS)
-        ahead = theirs[None, :] < bits[:, None]
-        closer += tl.sum(ahead.to(tl.int32), 1)
-        if p < 1.0:
-            mass = tl.where(others < count, mass_of(distance_from(theirs)), 0)
-            heavier += tl.sum(tl.where(ahead, mass[None, :], 0), 1)
-    keep = listed & (closer < k) & (distance <= cut)
+        theirs = listed_distance(own, start + tl.arange(0, OTHERS), count, LIST)
+        ahead = theirs[None, :] < distance[:, None]
+        ranks += ahead.to(tl.int32)
+        masses += tl.where(ahead, mass_of(theirs)[None, :], 0)
+    closer, heavier = tl.sum(ranks, 1), tl.sum(masses, 1)
+    keep = (slots < count) & (closer < k) & (distance <= cut)
     if p < 1.0:
         keep = keep & (heavier < wanted_mass(tl.sum(tl.where(keep, mass_of(distance), 0), 0), p))
     return tl.max(tl.where(keep, distance, 0.0), 0)
 
 
 @triton.jit
-def cut_of_many(own, count, cut, limit, k, p, LIST: tl.constexpr):
+def cut_of_many(own, count, cut, k, p, LIST: tl.constexpr):
     """`cut_of_list` by bisection."""
     slots = tl.arange(0, LIST)
-    listed = slots < count
-    bits = tl.load(own + LIST + slots, mask=listed, other=INF_BITS)
-    cut = tl.minimum(cut, distance_from(cut_of(bits, tl.where(listed, 1, 0), k, limit)))
+    distance = listed_distance(own, slots, count, LIST)
+    bits = bits_of(distance)
+    limit = tl.max(tl.where(slots < count, bits, 0), 0)
+    cut = tl.minimum(cut, distance_from(cut_of(bits, tl.where(slots < count, 1, 0), k, limit)))
     if p < 1.0:
-        distance = distance_from(bits)
         mass = tl.where(distance <= cut, mass_of(distance), 0)
         wanted = wanted_mass(tl.sum(mass, 0), p)
         cut = tl.minimum(cut, distance_from(cut_of(bits, mass, wanted, limit)))
@@ -247,10 +289,9 @@ def cut_of_many(own, count, cut, limit, k, p, LIST: tl.constexpr):
 
 
 @triton.jit
-def cut_of_list(own, count, cut, limit, k, p, LIST: tl.constexpr, FEW: tl.constexpr, OTHERS: tl.constexpr):
-    """The distance at which top-k and top-p cut listed tokens. own: where `shortlist` put their ids, and LIST further their distances.
-    cut: of min-p. limit: bits of a distance that none of them exceeds."""
-    found = cut_of_few(own, count, cut, k, p, LIST, FEW, OTHERS) if count <= FEW else cut_of_many(own, count, cut, limit, k, p, LIST)
+def cut_of_list(own, count, cut, k, p, LIST: tl.constexpr, FEW: tl.constexpr, OTHERS: tl.constexpr):
+    """The distance at which top-k and top-p cut listed tokens. own: see `measure_listed`; cut: of min-p."""
+    found = cut_of_few(own, count, cut, k, p, LIST, FEW, OTHERS) if count <= FEW else cut_of_many(own, count, cut, k, p, LIST)
     return found
 
 
@@ -260,6 +301,6 @@ def draw_listed(own, count, cut, seed, position, choice, LIST: tl.constexpr, SIZ
     slots = tl.arange(0, SIZE)
     listed = slots < count
     ids = tl.load(own + slots, mask=listed, other=0)
-    distance = distance_from(tl.load(own + LIST + slots, mask=listed, other=INF_BITS))
+    distance = listed_distance(own, slots, count, LIST)
     noisy = tl.where(listed & (distance <= cut), gumbel(random_words_of(seed, position, choice, PURPOSE, ids)) - distance, -INF)
     return tl.min(tl.where(listed & (noisy == tl.max(noisy, 0)), ids, NOWHERE), 0)

@@ -1,9 +1,8 @@
-"""From peaks and arrival times (`scan.py`) to a token for every row.
+"""From peaks and masses of groups (`scan.py`) to a token for every row.
 
-One program a row settles greedy rows, rows without a filter or with min-p, and rows with a small top-k. Top-p alone first takes the token
-drawn without it: it stays if the tokens better than it hold less than top-p of the mass. All programs together weigh them, and a last
-program a row confirms the token, or draws again among the better ones, until one stays. That gives the token of the filtered
-distribution: of the tokens that stay, the one that the noise puts first.
+One program a row settles greedy rows, rows with a small top-k, and rows whose token no filter can drop. Otherwise a few tokens are drawn,
+and one stays if the tokens better than it hold less than top-p of the mass. All programs together weigh what is better than each of them,
+and a last program a row takes the first that stays, or draws again among those that are better than all, until one stays.
 """
 
 from __future__ import annotations
@@ -12,11 +11,11 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from modelrunner.kernels.sampling import reference
 from modelrunner.kernels.sampling.noise import exact_log
-from modelrunner.kernels.sampling.scan import GREEDY_LIMIT, INF, LN2, draw_key, is_short, peak_of
+from modelrunner.kernels.sampling.scan import GREEDY_LIMIT, INF, draw_key, is_short, peak_of
 from modelrunner.kernels.sampling.search import (
     FEW,
-    NO_MASS,
     OTHERS,
     best_token,
     cut_of_list,
@@ -24,15 +23,28 @@ from modelrunner.kernels.sampling.search import (
     distance_of,
     draw,
     draw_listed,
+    draw_row,
     kth_of_row,
-    load_chunk,
-    mass_of,
+    measure_listed,
+    note_weights,
+    nucleus_of_row,
     shortlist,
-    wanted_mass,
-    weigh_row,
+    weights_of_block,
 )
 
+TRIES = tl.constexpr(reference.TRIES)
 SETTLED = tl.constexpr(-1.0)  # in place of a cut
+
+
+@triton.jit
+def _token_of_list(listed, count, cut, k, p, key, where, which, LIST: tl.constexpr):
+    """The token of a row whose list is complete. listed: see `measure_listed`; cut: of min-p."""
+    near = cut_of_list(listed, count, cut, k, p, LIST, FEW, OTHERS)
+    if count <= FEW:
+        token = draw_listed(listed, count, near, key, where, which, LIST, FEW)
+    else:
+        token = draw_listed(listed, count, near, key, where, which, LIST, LIST)
+    return token
 
 
 @triton.jit
@@ -43,7 +55,6 @@ def _settle_drawn(
     line,
     best,
     peak,
-    places,
     heat,
     top_k,
     top_p,
@@ -51,18 +62,18 @@ def _settle_drawn(
     key,
     where,
     which,
-    times,
-    group_peaks,
+    peaks,
+    masses,
     scratch,
-    chunks,
-    CHUNK: tl.constexpr,
+    groups,
+    tries,
     GROUP: tl.constexpr,
-    GROUPS: tl.constexpr,
+    PLACES: tl.constexpr,
     TILE: tl.constexpr,
     LIST: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """The token of a row that draws, and the cut that top-p is still to be applied below (SETTLED: the token is final)."""
+    """The token of a row that draws; or, with the cut of its filters but top-p, its tries to be weighed. SETTLED: the token is final."""
     cut = INF
     if min_p is not None:
         cut = tl.maximum(-exact_log(tl.load(min_p + line)), 0.0)
@@ -70,32 +81,37 @@ def _settle_drawn(
     if top_p is not None:
         p = tl.load(top_p + line)
     token = -1
+    left = SETTLED
+    short = False
     if top_k is not None:
         k = tl.load(top_k + line)
-        if is_short(k):
-            own = scratch + row * (GROUPS + 2 * LIST)
-            groups = chunks * (CHUNK // GROUP)
-            count, limit = shortlist(logits, vocab, group_peaks + row * groups, groups, own, best, heat, k, GROUP, GROUPS, TILE, LIST)
+        short = is_short(k)
+        if short:
+            own = scratch + row * (PLACES + 2 * LIST)
+            count = shortlist(logits, vocab, peaks + row * groups, groups, own, best, k, GROUP, PLACES, TILE, LIST)
             if count <= LIST:
-                near = cut_of_list(own + GROUPS, count, cut, limit, k, p, LIST, FEW, OTHERS)
-                if count <= FEW:
-                    token = draw_listed(own + GROUPS, count, near, key, where, which, LIST, FEW)
-                else:
-                    token = draw_listed(own + GROUPS, count, near, key, where, which, LIST, LIST)
-            else:  # no race was held: any chunk may hold the winner
-                tl.store(times + row * chunks + places, tl.zeros_like(peak), mask=places < chunks)
-                tl.debug_barrier()
-    left = SETTLED
+                measure_listed(logits, own + PLACES, count, best, heat, LIST)
+                token = _token_of_list(own + PLACES, count, cut, k, p, key, where, which, LIST)
+        if (token < 0) & (k > 0) & (k < vocab):
+            cut = tl.minimum(cut, kth_of_row(logits, vocab, best, heat, k, WIDE))
     if token < 0:
-        if top_k is not None:
-            k = tl.load(top_k + line)
-            if (k > 0) & (k < vocab):
-                cut = tl.minimum(cut, kth_of_row(logits, vocab, best, heat, k, WIDE))
-        time = tl.load(times + row * chunks + places, mask=places < chunks, other=INF)
-        distance = distance_of(peak, best, heat)
-        bounds = tl.where((distance <= cut) & (distance < INF), tl.log2(time) * -LN2 - distance, -INF)
-        token = draw(logits, vocab, places, bounds, best, heat, cut, INF, key, where, which, CHUNK)
-        left = tl.where(p < 1.0, cut, SETTLED)
+        if short:  # of too many tokens for its list
+            if p < 1.0:
+                cut = tl.minimum(cut, nucleus_of_row(logits, vocab, best, heat, cut, p, WIDE))
+            token = draw_row(logits, vocab, best, heat, cut, key, where, which, WIDE)
+        else:
+            places = tl.arange(0, PLACES)
+            mass = tl.load(masses + row * groups + places, mask=places < groups, other=0)
+            likely = exact_log(mass.to(tl.float32)) - distance_of(peak, best, heat)
+            if tries is None:
+                token = draw(logits, vocab, likely, best, heat, INF, -INF, key, where, which, 0, GROUP, PLACES)
+            else:
+                open_ended = (p < 1.0) | (cut < INF)
+                for attempt in range(tl.where(open_ended, TRIES, 1)):
+                    found = draw(logits, vocab, likely, best, heat, INF, -INF, key, where, which, attempt, GROUP, PLACES)
+                    tl.store(tries + row * TRIES + attempt, found)
+                    token = tl.where((token < 0) & (distance_at(logits, found, best, heat) <= cut), found, token)
+                left = tl.where((p < 1.0) | (token < 0), cut, SETTLED)
     return token, left
 
 
@@ -115,53 +131,51 @@ def _settle(
     choice,
     samples,
     peaks,
-    times,
-    group_peaks,
+    masses,
     scratch,
-    chunks,
+    groups,
     tokens,
     counts,
     good,
     state,
-    CHUNK: tl.constexpr,
-    PLACES: tl.constexpr,
+    tries,
     GROUP: tl.constexpr,
-    GROUPS: tl.constexpr,
+    PLACES: tl.constexpr,
     TILE: tl.constexpr,
     LIST: tl.constexpr,
     WIDE: tl.constexpr,
-    NOISE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A token for each row. state: [n, 2] float32, only with top_p: what `_settle_drawn` leaves to top-p, and the best logit."""
+    """A token for each row. state: [n, 2] float32, None without filters: the cut that `_settle_drawn` leaves, and the best logit. tries:
+    [n, TRIES] int32, with state."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     places = tl.arange(0, PLACES)
-    peak = tl.load(peaks + row * chunks + places, mask=places < chunks, other=-INF)
+    peak = tl.load(peaks + row * groups + places, mask=places < groups, other=-INF)
     best = peak_of(peak, 0)
     ok = tl.abs(best) < INF
     tl.store(good + row, ok)
     if counts is not None:
         tl.store(counts + row, (ok & (tl.load(samples + row) != 0)).to(tl.int32))
     draws = False
-    if NOISE:
+    if masses is not None:
         line = row if rows is None else tl.load(rows + row).to(tl.int64)
         heat = tl.load(temperature + line)
         draws = ok & (heat > GREEDY_LIMIT)
     left = SETTLED
     if draws:
-        if NOISE:
+        if masses is not None:
             key, where, which = draw_key(row, line, seed, position, more, choice)
             token, left = _settle_drawn(
-                logits, vocab, row, line, best, peak, places, heat, top_k, top_p, min_p, key, where, which,
-                times, group_peaks, scratch, chunks, CHUNK, GROUP, GROUPS, TILE, LIST, WIDE,
+                logits, vocab, row, line, best, peak, heat, top_k, top_p, min_p, key, where, which,
+                peaks, masses, scratch, groups, tries, GROUP, PLACES, TILE, LIST, WIDE,
             )  # fmt: skip
             tl.store(tokens + row, token.to(tl.int64))
     else:
-        tl.store(tokens + row, best_token(logits, vocab, places, peak, best, CHUNK).to(tl.int64))
+        tl.store(tokens + row, best_token(logits, vocab, places, peak, best, GROUP).to(tl.int64))
     if state is not None:
         tl.store(state + row * 2, left)
         tl.store(state + row * 2 + 1, best)
@@ -175,16 +189,18 @@ def _weigh(
     rows,
     temperature,
     peaks,
-    chunks,
-    tokens,
+    groups,
     state,
-    sums,
+    tries,
+    weights,
     parts,
     steps,
-    CHUNK: tl.constexpr,
+    GROUP: tl.constexpr,
+    TILE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """sums: [n, parts, 2] int64, the mass below the cut and, of it, that of tokens better than the row's. Settled rows are left out."""
+    """Of rows that are not settled, TILE groups `steps` times. weights: [n, 1 + TRIES, groups] float32: of each group the weight of its
+    tokens at a distance <= the row's cut, and of these that of the better ones than each try."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -193,23 +209,47 @@ def _weigh(
     if cut >= 0.0:
         best = tl.load(state + row * 2 + 1)
         logits += row * stride
+        weights += row * (1 + TRIES) * groups
         heat = tl.load(temperature + (row if rows is None else tl.load(rows + row).to(tl.int64)))
-        below = distance_at(logits, tl.load(tokens + row), best, heat)
-        total = tl.zeros([CHUNK], tl.int64)
-        better = tl.zeros([CHUNK], tl.int64)
-        for chunk in range(part * steps, tl.minimum(part * steps + steps, chunks)):
-            nearest = distance_of(tl.load(peaks + row * chunks + chunk), best, heat)
-            if (nearest <= cut) & (nearest < NO_MASS):
-                _, x = load_chunk(logits, vocab, chunk * CHUNK, CHUNK)
-                distance = distance_of(x, best, heat)
-                mass = tl.where(distance <= cut, mass_of(distance), 0)
-                total += mass
-                better += tl.where(distance < below, mass, 0)
-        tl.store(sums + tl.program_id(0).to(tl.int64) * 2, tl.sum(total, 0))
-        tl.store(sums + tl.program_id(0).to(tl.int64) * 2 + 1, tl.sum(better, 0))
+        tl.static_assert(TRIES == 3)
+        first = tl.load(logits + tl.load(tries + row * TRIES)).to(tl.float32)
+        second = tl.load(logits + tl.load(tries + row * TRIES + 1)).to(tl.float32)
+        third = tl.load(logits + tl.load(tries + row * TRIES + 2)).to(tl.float32)
+        for block in range(part * steps, tl.minimum(part * steps + steps, tl.cdiv(groups, TILE))):
+            x, weight = weights_of_block(logits, vocab, peaks + row * groups, block, best, heat, cut, TILE, GROUP)
+            note_weights(weights, vocab, block, weight, TILE, GROUP)
+            note_weights(weights + groups, vocab, block, tl.where(x > first, weight, 0.0), TILE, GROUP)
+            note_weights(weights + 2 * groups, vocab, block, tl.where(x > second, weight, 0.0), TILE, GROUP)
+            note_weights(weights + 3 * groups, vocab, block, tl.where(x > third, weight, 0.0), TILE, GROUP)
 
 
-@triton.jit(do_not_specialize=["parts"])
+@triton.jit
+def _draw_again(
+    logits, vocab, peaks, groups, weights, weight, best, heat, cut, above, wanted, key, where, which,
+    GROUP: tl.constexpr, PLACES: tl.constexpr, MANY: tl.constexpr,
+):  # fmt: skip
+    """A token that the filters keep, of those with logits > above; `weight`: theirs, by groups. weights: memory for others."""
+    places = tl.arange(0, PLACES)
+    attempt = TRIES
+    token = -1
+    while token < 0:
+        found = draw(logits, vocab, exact_log(weight), best, heat, cut, above, key, where, which, attempt, GROUP, PLACES)
+        above = tl.load(logits + found).to(tl.float32)
+        if wanted < INF:
+            for block in range(tl.cdiv(groups, MANY)):
+                x, some = weights_of_block(logits, vocab, peaks, block, best, heat, cut, MANY, GROUP)
+                note_weights(weights, vocab, block, tl.where(x > above, some, 0.0), MANY, GROUP)
+            tl.debug_barrier()  # the weights are there for every thread
+            weight = tl.load(weights + places, mask=places < groups, other=0.0)
+            tl.debug_barrier()  # and are overwritten only then
+            token = tl.where(tl.sum(weight, 0) < wanted, found, token)
+        else:
+            token = found
+        attempt += 1
+    return token
+
+
+@triton.jit
 def _confirm(
     logits,
     stride,
@@ -222,17 +262,17 @@ def _confirm(
     more,
     choice,
     peaks,
-    times,
-    chunks,
-    tokens,
+    groups,
     state,
-    sums,
-    parts,
-    CHUNK: tl.constexpr,
+    tries,
+    weights,
+    tokens,
+    GROUP: tl.constexpr,
     PLACES: tl.constexpr,
+    MANY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Replaces the tokens that top-p drops."""
+    """The tokens of rows that are not settled."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -241,24 +281,31 @@ def _confirm(
     if cut >= 0.0:
         best = tl.load(state + row * 2 + 1)
         logits += row * stride
+        weights += row * (1 + TRIES) * groups
         line = row if rows is None else tl.load(rows + row).to(tl.int64)
-        part = tl.arange(0, PLACES)  # there are no more parts than chunks
-        here = sums + (row * parts + part) * 2
-        total = tl.sum(tl.load(here, mask=part < parts, other=0), 0)
-        better = tl.sum(tl.load(here + 1, mask=part < parts, other=0), 0)
-        wanted = wanted_mass(total, tl.load(top_p + line))
-        if better >= wanted:
-            heat = tl.load(temperature + line)
+        heat = tl.load(temperature + line)
+        places = tl.arange(0, PLACES)
+        wanted = INF
+        if top_p is not None:
+            p = tl.load(top_p + line)
+            if p < 1.0:
+                total = tl.sum(tl.load(weights + places, mask=places < groups, other=0.0), 0)
+                wanted = tl.maximum(total * p, 1e-30)  # the best token always stays
+        above = -INF
+        token = -1
+        weight = tl.zeros([PLACES], tl.float32)
+        for attempt in range(TRIES):
+            found = tl.load(tries + row * TRIES + attempt)
+            x = tl.load(logits + found).to(tl.float32)
+            better = tl.load(weights + (1 + attempt) * groups + places, mask=places < groups, other=0.0)
+            stays = (distance_of(x, best, heat) <= cut) & (tl.sum(better, 0) < wanted)
+            token = tl.where((token < 0) & stays, found, token)
+            weight = tl.where(x > above, better, weight)
+            above = tl.maximum(above, x)
+        if token < 0:
             key, where, which = draw_key(row, line, seed, position, more, choice)
-            places = tl.arange(0, PLACES)
-            peak = tl.load(peaks + row * chunks + places, mask=places < chunks, other=-INF)
-            time = tl.load(times + row * chunks + places, mask=places < chunks, other=0.0)
-            distance = distance_of(peak, best, heat)
-            bounds = tl.where((distance <= cut) & (distance < INF), tl.log2(time) * -LN2 - distance, -INF)
-            token = tl.load(tokens + row).to(tl.int32)
-            while better >= wanted:
-                below = distance_at(logits, token, best, heat)
-                bounds = tl.where(distance < below, bounds, -INF)
-                token = draw(logits, vocab, places, bounds, best, heat, cut, below, key, where, which, CHUNK)
-                better = weigh_row(logits, vocab, peaks + row * chunks, best, heat, cut, distance_at(logits, token, best, heat), CHUNK)
-            tl.store(tokens + row, token.to(tl.int64))
+            token = _draw_again(
+                logits, vocab, peaks + row * groups, groups, weights, weight, best, heat, cut, above, wanted, key, where, which,
+                GROUP, PLACES, MANY,
+            )  # fmt: skip
+        tl.store(tokens + row, token.to(tl.int64))

@@ -34,7 +34,7 @@ def _accept_build(k: int, absent: tuple[str, ...], judged: bool, typical: bool =
 
 
 BUILDS: list[Build] = [
-    _settle_build("*bf16", (*FILTERED, "top_p", "min_p", "state", "samples", "counts")),
+    _settle_build("*bf16", (*FILTERED, "samples", "counts")),
     *(_settle_build(dtype, ("samples", "counts")) for dtype in ("*bf16", "*fp32")),
     *(_accept_build(k, (*JUDGING, "temperature"), False) for k in (1, 3, 5)),
     *(_accept_build(k, JUDGING, False) for k in (1, 3, 5)),

@@ -114,35 +114,28 @@ def microseconds(call: Callable[[int], Any], copies: int) -> float:
 
 
 def sweep() -> None:
-    """Times of the scan alone, by chunks at a time, how often, and warps."""
-    shapes = [
-        (1, 1, 4),
-        (2, 1, 4),
-        (4, 1, 4),
-        (2, 2, 4),
-        (1, 4, 4),
-        (1, 8, 4),
-        (2, 4, 4),
-        (2, 8, 4),
-        (4, 2, 4),
-        (4, 4, 4),
-        (2, 4, 8),
-        (4, 4, 8),
-    ]
-    print("scan alone, us: " + " ".join(f"{s!s:>11}" for s in shapes))
-    for n in (1, 32, 128, 1024):
+    """Times of the scan alone, by groups at a time and how often."""
+    shapes = [(tile, steps) for tile in (8, 16, 32) for steps in (1, 2, 4)]
+    print("scan alone, us: " + " ".join(f"{s!s:>9}" for s in shapes))
+    for n in (1, 32, 256, 1024):
         for noise in (False, True):
             times = [microseconds(scan_of(n, noise, shape), 20 if n <= 32 else 5) for shape in shapes]
-            print(f"{n:5} {'noise' if noise else 'peaks':>9} " + " ".join(f"{t:11.1f}" for t in times), flush=True)
+            print(f"{n:5} {'masses' if noise else 'peaks':>9} " + " ".join(f"{t:9.1f}" for t in times), flush=True)
 
 
-def scan_of(n: int, noise: bool, shape: tuple[int, int, int]) -> Callable[[int], None]:
-    given = [logits_of(n, "flat") for _ in range(2)]
-    drawn = columns(n, None, None, 0.6)
-    names = ("temperature", None, "seed", "position", None, "choice")
-    inputs = (None, *(drawn[name] if noise and name else None for name in names))
-    found = scan.Scan(*torch.empty(2, n, -(-VOCAB // scan.CHUNK), device=DEVICE), None)
-    return lambda i: scan._launch(given[i % 2], inputs, found, shape)
+def scan_of(n: int, noise: bool, shape: tuple[int, int]) -> Callable[[int], None]:
+    """A call of the scan with so many groups at a time and steps."""
+    given, drawn = [logits_of(n, "flat") for _ in range(2)], columns(n, None, None, 0.6)
+    inputs = scan.Columns(**drawn) if noise else None  # type: ignore[arg-type]
+    tile, steps = shape
+
+    def call(i: int) -> None:
+        own = scan.TILE, scan.scan_steps
+        scan.TILE, scan.scan_steps = tile, lambda n, groups: steps
+        scan.scan(given[i % 2], inputs)
+        scan.TILE, scan.scan_steps = own
+
+    return call
 
 
 def masked_of(n: int, share: float) -> tuple[Any, ...]:
@@ -171,7 +164,7 @@ def masks() -> None:
                 continue
             copies = 20 if n <= 32 else 5
             mask = microseconds(lambda i, given=given, more=arguments: masked(given[i % 2], more), copies)
-            read = microseconds(scan_of(n, False, (2, 1, 4)), copies)
+            read = microseconds(scan_of(n, False, (16, 2)), copies)
             whole = microseconds(lambda i, given=given, more=arguments: greedy(masked(given[i % 2], more)), copies)
             plain = microseconds(lambda i, given=given: greedy(given[i % 2]), copies)
             ratio = f"{mask / read:.2f} reads of the logits ({read:.1f} us)"

@@ -80,12 +80,23 @@ def probabilities(logits: torch.Tensor, temperature: float = 1.0, min_p: float =
     return scores.softmax(-1)[0]
 
 
-@pytest.mark.parametrize("given", MIXES, ids=str)
+# One group of tokens; three, of which the last is not full.
+@pytest.mark.parametrize(("vocab", "given"), [*((50, given) for given in MIXES), *((300, MIXES[i]) for i in (0, 4, 5))], ids=str)
 @each_sampler
-def test_draws_follow_the_distribution(sample: Sampler, given: dict[str, Any]) -> None:
-    logits = logits_of(50)
-    counts = torch.bincount(draw(sample, logits, seed=COUNTING, **given), minlength=50)
+def test_draws_follow_the_distribution(sample: Sampler, vocab: int, given: dict[str, Any]) -> None:
+    logits = logits_of(vocab)
+    counts = torch.bincount(draw(sample, logits, seed=COUNTING, **given), minlength=vocab)
     assert_fits(counts, probabilities(logits, **given) * DRAWS)
+
+
+@each_sampler
+def test_groups_of_unlike_mass(sample: Sampler) -> None:
+    """Much of the mass in many small tokens of one group, the rest in one token of another and in masked groups nothing."""
+    logits = torch.full((900,), -math.inf)
+    logits[130:250], logits[700], logits[701:760] = torch.linspace(-4.5, -3.5, 120), 0.5, -14.0
+    for given in ({}, {"top_p": 0.9}, {"min_p": 0.012}):
+        counts = torch.bincount(draw(sample, logits, seed=COUNTING, **given), minlength=900)
+        assert_fits(counts, probabilities(logits, **given) * DRAWS)
 
 
 @pytest.mark.parametrize("given", MIXES, ids=str)
@@ -115,10 +126,22 @@ PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @each_sampler
 def test_draws_have_nothing_in_common(sample: Sampler, pair: str) -> None:
     """The pairs of tokens are as often as the product of their probabilities says."""
-    logits = logits_of(8)
-    first, second = (draw(sample, logits, **keys) for keys in PAIRS[pair])
-    chance = probabilities(logits)
-    counts = torch.bincount(first * 8 + second, minlength=64)
+    assert_unrelated(logits_of(8), *(draw(sample, logits_of(8), **keys) for keys in PAIRS[pair]))
+
+
+@pytest.mark.parametrize("pair", ["rows of following seeds", "positions"])
+@each_sampler
+def test_draws_of_groups_have_nothing_in_common(sample: Sampler, pair: str) -> None:
+    """The same of three tokens, each in a group of its own."""
+    logits, few = torch.full((257,), -math.inf), logits_of(3)
+    logits[::128] = few
+    assert_unrelated(few, *(draw(sample, logits, **keys) // 128 for keys in PAIRS[pair]))
+
+
+def assert_unrelated(logits: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> None:
+    """first, second: [DRAWS] tokens."""
+    chance, vocab = probabilities(logits), logits.shape[0]
+    counts = torch.bincount(first * vocab + second, minlength=vocab**2)
     assert_fits(counts, (chance[:, None] * chance[None, :]).flatten() * DRAWS)
 
 

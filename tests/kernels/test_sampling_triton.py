@@ -163,11 +163,18 @@ def test_rows_of_columns() -> None:
     close(launch.greedy_rows(logits, samples), (tokens, (samples & ok).to(torch.int32), ok), "greedy")
 
 
-def test_every_chunk_size_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    logits, columns = made_logits(3, 3000, torch.float32), made_columns(3)
-    one = check_sample(logits, columns)
-    monkeypatch.setattr(scan, "scan_shape", lambda n, chunks: (2, 2, 4))
-    assert check_sample(logits, columns).tolist() == one.tolist()
+def test_every_shape_of_the_scan_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peaks and masses bit for bit, and so the tokens: shapes depend on how many rows there are."""
+    logits, (temperature, seed, position, choice) = made_logits(3, 3000, torch.float32), made_columns(3)
+    columns = scan.Columns(temperature, None, None, None, seed, choice, position)
+    one, tokens = scan.scan(logits, columns), launch.sample(logits, temperature, None, None, None, seed, position, choice)
+    for tile, steps in ((8, 2), (16, 2), (32, 1)):
+        monkeypatch.setattr(scan, "TILE", tile)
+        monkeypatch.setattr(scan, "scan_steps", lambda n, groups, steps=steps: steps)
+        other = scan.scan(logits, columns)
+        assert torch.equal(other.peaks, one.peaks)
+        assert torch.equal(other.masses, one.masses)
+        same(launch.sample(logits, temperature, None, None, None, seed, position, choice), tokens)
 
 
 @pytest.mark.skipif(not ON_GPU, reason="too many rows for the interpreter")
