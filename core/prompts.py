@@ -58,7 +58,9 @@ def read_prompt(prompt: object, tokenizer: Tokenizer | None) -> tuple[str | None
             raise RequestError("prompt: a mapping needs exactly one of the keys 'prompt' (text) and 'prompt_token_ids' (a list of ids)")
         if "cache_salt" in prompt:
             salt = checked_salt(prompt["cache_salt"])
-        prompt = prompt["prompt"] if "prompt" in prompt else list_of_ids(prompt["prompt_token_ids"])
+        if "prompt_token_ids" in prompt:
+            return None, list_of_ids(prompt["prompt_token_ids"]), salt
+        prompt = prompt["prompt"]
     if isinstance(prompt, str):
         if tokenizer is None:
             raise RequestError(
