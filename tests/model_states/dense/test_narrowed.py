@@ -18,7 +18,7 @@ GPU = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.
 
 
 def tokens(params: SamplingParams, model: dict[str, Any], **short: Any) -> list[tuple[int, ...]]:
-    settings = {"model": {"name": str(tiny_dense(**model)), "dtype": "float32"}, "graphs": {"eager": True}} | options(**short)
+    settings = {"model": {"name": str(tiny_dense(**model)), "dtype": "float32"}} | options(**short) | {"graphs": {"eager": True}}
     driver = Driver(Engine(settings, plugins=[ByteTokenizerPlugin()]))
     for k in range(7):
         driver.add(str(k), P(5 + 17 * k, k), params)
