@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import NDArray
 
 from modelrunner.batch import Finish, Patch, Plan, Record, record_words
 from modelrunner.page_pool import Int32Array
@@ -72,7 +73,7 @@ class SteadyDrafts:
         self._start, self._lower = self._come.copy(), table.known_lower[rows]
         self._computed = table.computed[rows] - self._come
         self._reach = [each.used[rows] * each.tokens_per_page - each.ahead + 1 for each in table.tables]
-        self._due: list[tuple[int, Int32Array]] = []
+        self._due: list[tuple[int, NDArray[np.intp]]] = []
         ahead = max([0, *(each.ahead for each in table.tables)])
         self._left = int((table.limit[rows] - self._come).min() - ahead - 1) // slots
         self._loaded = True

@@ -104,7 +104,7 @@ def start_rows(
         loaded = loaded + ((k, k_partner, v, turns, tl.load(slots_ptr + first_token + j)),)  # type: ignore[assignment]  # noqa: RUF005
     kept = ()
     for j in tl.static_range(QUERIES):
-        k, k_partner, v, turns, slot = loaded[j]
+        k, k_partner, v, turns, slot = loaded[j]  # type: ignore[var-annotated]
         v = stored(v, v_scale, cache_ptr.dtype.element_ty, HAS_SCALES)
         k = rotated(k, k_partner, k_norm_ptr + every, dim, partner, turns[0], turns[1], eps, D, HAS_NORM)
         k = stored(k, k_scale, cache_ptr.dtype.element_ty, HAS_SCALES)

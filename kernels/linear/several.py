@@ -1,3 +1,5 @@
+# mypy: disable-error-code="assignment, misc"
+# (Triton's tuples grow; mypy takes the type of the empty one.)
 """Products of 2 to 4 rows in one launch: `gemv.py` with all rows of x on their way at once.
 
 Each of a program's warps takes BN outputs over its share of K. A thread reads 16 bytes of one output's weights at a time, and the same
