@@ -13,7 +13,7 @@ from modelrunner.kernels.sampling.scan import GROUP
 OVERRIDES: dict[str, Callable[..., Any]] = {"token_logprobs": token_logprobs, "processed_logits": filtered.processed_logits}
 
 TYPES = {
-    **dict.fromkeys(("stride", "vocab", "groups", "segments", "steps", "width"), "i32"),
+    **dict.fromkeys(("stride", "vocab", "groups", "segments", "width"), "i32"),
     **dict.fromkeys(("peaks", "sums", "values_out", "temperature", "top_p", "min_p", "cuts", "out"), "*fp32"),
     **dict.fromkeys(("rows", "wanted", "before", "scratch", "ranks", "ids_out", "top_k"), "*i32"),
     "chosen": "*i64",
@@ -29,7 +29,7 @@ def _rank_build(dtype: str) -> Build:
     size = 4 if dtype == "*fp32" else 2
     short = {"TILE": TILE // size, "LIST": LIST, "SQUARE": SQUARE, "WIDE": WIDE, "WIDTH": 32}
     spill = 8 if dtype == "*fp32" else 0  # two words, on some GPUs
-    return _build(_rank, dtype, 8, spill, GROUP=GROUP, PLACES=2048, SEGMENTS=128, **short)
+    return _build(_rank, dtype, 8, spill, GROUP=GROUP, PLACES=2048, SEGMENTS=64, **short)
 
 
 def _cut_build(dtype: str, **absent: None) -> Build:

@@ -17,7 +17,7 @@ from modelrunner.kernels.pdl import pdl
 from modelrunner.kernels.sampling.scan import GROUP, INF, peak_of
 from modelrunner.kernels.sampling.search import load_chunk, shortlist
 
-GROUPS = 16  # a program looks at at a time
+GROUPS = 32  # a program looks at
 TILE = 32  # bytes: one logit each of the groups looked at at a time
 LIST = 1024  # tokens on a line's short list, at most
 SQUARE = 64  # tokens of the list compared with as many others at a time
@@ -33,12 +33,12 @@ def key_of(x, ids):
     return (ordered.to(tl.int64) << 32) | (ids ^ LAST_ID).to(tl.int64)
 
 
-@triton.jit(do_not_specialize=["segments", "steps"])
+@triton.jit
 def _survey(
-    logits, stride, vocab, rows, wanted, chosen, peaks, sums, before, groups, segments, steps,
+    logits, stride, vocab, rows, wanted, chosen, peaks, sums, before, groups, segments,
     GROUP: tl.constexpr, GROUPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (n, s): `steps` times GROUPS groups of line n. peaks, sums: [n, groups]; before: [n, segments]."""
+    """Program (n, s): GROUPS groups of line n. peaks, sums: [n, groups]; before: [n, segments]."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -47,19 +47,17 @@ def _survey(
         logits += line * stride
         token = tl.load(chosen + line).to(tl.int32)
         own = tl.load(logits + token).to(tl.float32)
-        earlier = tl.zeros([GROUPS * GROUP], tl.int32)
-        for step in range(steps):
-            first = (tl.program_id(1) * steps + step) * GROUPS
-            ids = first * GROUP + tl.arange(0, GROUPS * GROUP)
-            flat = tl.load(logits + ids, mask=ids < vocab, other=-INF).to(tl.float32)
-            earlier += ((flat > own) | ((flat == own) & (ids < token))).to(tl.int32)
-            x = tl.reshape(flat, [GROUPS, GROUP])
-            peak = peak_of(x, 1)
-            total = tl.sum(tl.exp(x - tl.where(peak == -INF, 0.0, peak)[:, None]), 1)
-            group = first + tl.arange(0, GROUPS)
-            tl.store(peaks + line * groups + group, peak, mask=group < groups)
-            tl.store(sums + line * groups + group, total, mask=group < groups)
-        tl.store(before + line * segments + tl.program_id(1), tl.sum(earlier, 0))
+        first = tl.program_id(1) * GROUPS
+        ids = first * GROUP + tl.arange(0, GROUPS * GROUP)
+        flat = tl.load(logits + ids, mask=ids < vocab, other=-INF).to(tl.float32)
+        earlier = (flat > own) | ((flat == own) & (ids < token))
+        tl.store(before + line * segments + tl.program_id(1), tl.sum(earlier.to(tl.int32), 0))
+        x = tl.reshape(flat, [GROUPS, GROUP])
+        peak = peak_of(x, 1)
+        total = tl.sum(tl.exp(x - tl.where(peak == -INF, 0.0, peak)[:, None]), 1)
+        group = first + tl.arange(0, GROUPS)
+        tl.store(peaks + line * groups + group, peak, mask=group < groups)
+        tl.store(sums + line * groups + group, total, mask=group < groups)
 
 
 @triton.jit
@@ -112,7 +110,7 @@ def _place_masked(logits, vocab, done, wanted, ids_out, values_out, WIDE: tl.con
         start += WIDE
 
 
-@triton.jit(do_not_specialize=["segments"])
+@triton.jit
 def _rank(
     logits, stride, vocab, rows, wanted, chosen, peaks, sums, before, groups, segments, scratch, ranks, ids_out, values_out, width,
     GROUP: tl.constexpr, PLACES: tl.constexpr, SEGMENTS: tl.constexpr, TILE: tl.constexpr, LIST: tl.constexpr,
@@ -164,9 +162,7 @@ def token_logprobs(logits: torch.Tensor, chosen: torch.Tensor, rows: torch.Tenso
     if logits.stride(1) != 1 or logits.data_ptr() % 16:  # the kernels are built for memory that begins on such a border
         logits = logits.clone(memory_format=torch.contiguous_format)
     device, width, groups = logits.device, 1 + num_top, triton.cdiv(vocab, GROUP)
-    steps = 1 if n * groups < 1 << 15 else 4  # little for a program while programs are few
-    most = triton.cdiv(groups, GROUPS)
-    segments, places = triton.cdiv(most, steps), places_of(groups)
+    segments, places = triton.cdiv(groups, GROUPS), places_of(groups)
     ranks = torch.empty(n, dtype=torch.int32, device=device)
     ids = torch.empty(n, width, dtype=torch.int32, device=device)
     values = torch.empty(n, width, device=device)
@@ -176,8 +172,8 @@ def token_logprobs(logits: torch.Tensor, chosen: torch.Tensor, rows: torch.Tenso
     before = torch.empty(n, segments, dtype=torch.int32, device=device)
     scratch = torch.empty(n, places + 2 * LIST, dtype=torch.int32, device=device)
     head = (logits, logits.stride(0), vocab, rows, wanted, chosen, peaks, sums, before, groups, segments)
-    _survey[(n, segments)](*head, steps, GROUP, GROUPS, num_warps=4, **pdl(logits))
-    constants = (GROUP, places, places_of(most), TILE // logits.element_size(), LIST, SQUARE, min(WIDE, places_of(vocab)))
+    _survey[(n, segments)](*head, GROUP, GROUPS, num_warps=4, **pdl(logits))
+    constants = (GROUP, places, places_of(segments), TILE // logits.element_size(), LIST, SQUARE, min(WIDE, places_of(vocab)))
     _rank[(n,)](*head, scratch, ranks, ids, values, width, *constants, places_of(width), num_warps=8, **pdl(logits))
     return ranks, ids, values
 

@@ -13,8 +13,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from modelrunner.kernels.pdl import pdl
 from modelrunner.kernels.sampling import reference
 from modelrunner.kernels.sampling.noise import INTERPRETED
-from modelrunner.kernels.sampling.reference import GROUP
 
+GROUP = reference.GROUP
 TILE = 16  # groups at a time
 SHORT_K = tl.constexpr(reference.SHORT_K)
 GREEDY_LIMIT = tl.constexpr(reference.GREEDY_TEMPERATURE)

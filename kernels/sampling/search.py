@@ -16,7 +16,7 @@ MASS_UNIT = tl.constexpr(reference.MASS_UNIT)
 NO_MASS = tl.constexpr(28.0)  # exp(-28) is below 2^-40: a token at this distance has no mass
 INF_BITS = tl.constexpr(0x7F800000)
 NOWHERE = tl.constexpr(0x7FFFFFFF)
-ROUNDED = tl.constexpr(17)  # bits of a bound that may be anything
+ROUNDED = tl.constexpr(18)  # bits of a bound that may be anything
 TIED = tl.constexpr(16)  # gaps so close together may be one distance
 FEW = tl.constexpr(128)  # tokens of a list that are compared each with each
 OTHERS = tl.constexpr(16)  # at a time
@@ -211,7 +211,7 @@ def shortlist(
     LIST: tl.constexpr,
 ):
     """Writes the ids of tokens among which the k best are, without a look at the other groups: the k-th best of the groups' peaks, rounded
-    up to 6 bits, bounds the k-th best token. scratch: [GROUPS + LIST] int32 of the row; the ids lie from GROUPS on.
+    up to 5 bits, bounds the k-th best token. scratch: [GROUPS + LIST] int32 of the row; the ids lie from GROUPS on.
 
     Returns how many there are (more than LIST: the list is incomplete).
     """

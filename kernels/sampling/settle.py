@@ -211,16 +211,12 @@ def _weigh(
         logits += row * stride
         weights += row * (1 + TRIES) * groups
         heat = tl.load(temperature + (row if rows is None else tl.load(rows + row).to(tl.int64)))
-        tl.static_assert(TRIES == 3)
-        first = tl.load(logits + tl.load(tries + row * TRIES)).to(tl.float32)
-        second = tl.load(logits + tl.load(tries + row * TRIES + 1)).to(tl.float32)
-        third = tl.load(logits + tl.load(tries + row * TRIES + 2)).to(tl.float32)
         for block in range(part * steps, tl.minimum(part * steps + steps, tl.cdiv(groups, TILE))):
             x, weight = weights_of_block(logits, vocab, peaks + row * groups, block, best, heat, cut, TILE, GROUP)
             note_weights(weights, vocab, block, weight, TILE, GROUP)
-            note_weights(weights + groups, vocab, block, tl.where(x > first, weight, 0.0), TILE, GROUP)
-            note_weights(weights + 2 * groups, vocab, block, tl.where(x > second, weight, 0.0), TILE, GROUP)
-            note_weights(weights + 3 * groups, vocab, block, tl.where(x > third, weight, 0.0), TILE, GROUP)
+            for attempt in tl.static_range(TRIES):
+                own = tl.load(logits + tl.load(tries + row * TRIES + attempt)).to(tl.float32)
+                note_weights(weights + (1 + attempt) * groups, vocab, block, tl.where(x > own, weight, 0.0), TILE, GROUP)
 
 
 @triton.jit
@@ -292,7 +288,7 @@ def _confirm(
                 total = tl.sum(tl.load(weights + places, mask=places < groups, other=0.0), 0)
                 wanted = tl.maximum(total * p, 1e-30)  # the best token always stays
         above = -INF
-        token = -1
+        token = tl.full([], -1, tl.int32)
         weight = tl.zeros([PLACES], tl.float32)
         for attempt in range(TRIES):
             found = tl.load(tries + row * TRIES + attempt)
