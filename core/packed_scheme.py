@@ -19,7 +19,9 @@ from modelrunner.linear import Linear, LinearScheme, Norm, PlainScheme, quantise
 from modelrunner.ops import Ops
 
 GATED = {"silu_mul": False, "gelu_tanh_mul": True}  # what the products' gate does, by the activation's name: whether it is GELU
-LARGE = 1 << 18  # weights of the layers that float32 packs: smaller ones are read from the processor's cache, in whatever order
+# What float32 packs: layers of so many weights and outputs. With fewer of them a product of few rows, or of any number, is slower that way.
+LARGE = 1 << 20
+WIDE = 2048
 
 Staged = TypeVar("Staged")
 
@@ -129,8 +131,8 @@ class PackedHalfScheme(PackedScheme[torch.Tensor]):
 
 
 class PackedFloatScheme(PackedScheme[torch.Tensor]):
-    """float32 weights as they are: those of large layers packed, which makes products of 2 rows and more faster, and those of one row a
-    tenth slower. Others are as in `PlainScheme`."""
+    """float32 weights as they are: those of large, wide layers packed, which makes products of 2 rows and more faster, and those of one
+    row a tenth slower. Others are as in `PlainScheme`."""
 
     name = "packed"
 
@@ -140,7 +142,7 @@ class PackedFloatScheme(PackedScheme[torch.Tensor]):
 
     @staticmethod
     def packs(layer: Linear) -> bool:
-        return layer.in_features * layer.out_features >= LARGE
+        return layer.out_features >= WIDE and layer.in_features * layer.out_features >= LARGE
 
     def create(self, layer: Linear) -> None:
         if self.packs(layer):

@@ -7,7 +7,7 @@ key-value heads, D head size.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -27,15 +27,16 @@ PADDING = 1 << 16  # bytes that one row may be padded by: copying them takes les
 class Decode(NamedTuple):
     """The decode rows of a step, those of about one length in a piece. N rows, in the order of the pieces.
 
-    tokens: of the step, [N] int64. back: where in that order each token of the step is, [T] int64; None where other tokens stand between
-    them. ordered: [N, HQ, D], where a layer's queries are put. The others are the lists of `attend_pieces`, views of memory that the steps
-    share: places, copies, wide, queries, keys, values, masks.
+    tokens: of the step, [N] int64. whole: there are no others. back: where in that order each token of the step is, [N] int64; None where
+    they are in order, or not whole. ordered: [N, HQ, D], where a layer's queries are put. The others are the lists of `attend_pieces`,
+    views of memory that the steps share: places, copies, wide, queries, keys, values, masks.
     """
 
     tokens: torch.Tensor
+    whole: bool
     back: torch.Tensor | None
     ordered: torch.Tensor
-    lists: tuple[list[torch.Tensor], ...]
+    lists: tuple[list[Any], ...]
 
 
 class Prompt(NamedTuple):
@@ -136,9 +137,10 @@ class RowAttention(AttentionBackend):
         keys, values = ([each.select(2, part).transpose(1, 2) for each in kept] for part in (0, 1))
         ordered = self._ordered(len(rows))
         queries = list(ordered.unflatten(1, (self.group.num_kv_heads, -1)).split([number for number, _ in sizes]))
-        tokens = torch.tensor([row.first for piece in pieces for row in piece])
-        back = tokens.argsort() if len(rows) == meta.num_tokens else None
-        return Decode(tokens, back, ordered, (places, copies, wide, queries, keys, values, masks))  # type: ignore[arg-type]
+        firsts, whole = [row.first for piece in pieces for row in piece], len(rows) == meta.num_tokens
+        tokens = torch.tensor(firsts)
+        back = tokens.argsort() if whole and firsts != sorted(firsts) else None
+        return Decode(tokens, whole, back, ordered, (places, copies, wide, queries, keys, values, masks))
 
     def _memory(self, sizes: list[int]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Room for the keys and values of pieces of so many tokens, the same for all: in the cache's type, and in the queries' if that is
@@ -186,8 +188,9 @@ class RowAttention(AttentionBackend):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, step: Step, sinks: torch.Tensor | None = None
     ) -> torch.Tensor:
         self._write(k, v, layer, step)
-        if step.decode is not None and step.decode.back is not None:
-            return self._decode(q, layer, step.decode).index_select(0, step.decode.back).flatten(1)
+        if step.decode is not None and step.decode.whole:
+            out, back = self._decode(q, layer, step.decode), step.decode.back
+            return (out if back is None else out.index_select(0, back)).flatten(1)
         out = q.new_empty(q.shape) if step.whole else q.new_zeros(q.shape)
         if step.decode is not None:
             out.index_copy_(0, step.decode.tokens, self._decode(q, layer, step.decode))

@@ -67,6 +67,7 @@ def test_weights_that_float16_cannot_hold_stay_in_the_models_type(odd: float) ->
 @pytest.fixture
 def small_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed_scheme, "LARGE", 1)
+    monkeypatch.setattr(packed_scheme, "WIDE", 1)
 
 
 @pytest.mark.usefixtures("small_is_large")
@@ -133,13 +134,16 @@ def test_int8_weights_are_those_of_the_plain_scheme() -> None:
 
 
 @needs_onednn
-def test_float32_packs_large_layers_and_keeps_their_weights_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_float32_packs_large_wide_layers_and_keeps_their_weights_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed_scheme, "LARGE", 64 * 48)
+    monkeypatch.setattr(packed_scheme, "WIDE", 47)
     large, small = layer_of(PackedFloatScheme, torch.float32, 64, 40, 8), layer_of(PackedFloatScheme, torch.float32, 64, 40, 7)
     weight = torch.randn(48, 64)
+    narrow = layer_of(PackedFloatScheme, torch.float32, 128, 46)
     for layer in (large, small):
         layer.load(0, weight[:40])
         layer.load(1, weight[40 : layer.out_features])
+    assert not PackedFloatScheme.packs(narrow)
     assert torch.equal(onednn.unpack(large.__dict__["storage"].packed), weight)
     assert not large.state_dict()
     assert torch.equal(small.weight, weight[:47])
@@ -165,6 +169,7 @@ class SmallNorm:
 @pytest.mark.parametrize("large", [1, packed_scheme.LARGE])
 def test_float32_products_with_what_stands_around_them_are_the_plain_schemes(large: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed_scheme, "LARGE", large)
+    monkeypatch.setattr(packed_scheme, "WIDE", 1)
     ops = all_ops()
     weight, x, residual = torch.randn(48, 64), torch.randn(5, 64), torch.randn(5, 48)
     mine, plain = (LinearFactory(scheme(ops, torch.float32, CPU))(64, (24, 24)) for scheme in (PackedFloatScheme, PlainScheme))
@@ -205,6 +210,7 @@ def test_a_cpu_packs_floats_of_every_type_unless_told_otherwise() -> None:
 @needs_onednn
 def test_an_engine_with_packed_float32_says_what_plain_weights_say_after_new_ones_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed_scheme, "LARGE", 1)
+    monkeypatch.setattr(packed_scheme, "WIDE", 1)
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
     prompts = [P(length, length) for length in (3, 17, 40, 41)]
     first, second = (tiny_dense(seed, tie_word_embeddings=True) for seed in (1, 2))

@@ -128,7 +128,7 @@ def test_rows_attend_together_as_far_as_memory_and_padding_allow(monkeypatch: py
     assert [tuple(each.shape) for each in keys] == [(3, KV_HEADS, 12, DIM), (3, KV_HEADS, 13, DIM), (1, KV_HEADS, 30, DIM)]
     assert masks[2] is None
     assert torch.isinf(masks[0]).sum((1, 2, 3)).tolist() == [3, 0, 2]
-    assert decode.back is None, "a dead row is among them"
+    assert not decode.whole, "a dead row is among them"
 
 
 def test_it_is_what_a_cpu_takes_unless_the_group_wants_more() -> None:
