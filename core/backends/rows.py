@@ -212,7 +212,8 @@ class RowAttention(AttentionBackend):
         """Store the step's keys and values, in place."""
         if step.written is not None:
             k, v = k.index_select(0, step.written), v.index_select(0, step.written)
-        write_rows(*self._keys_and_values[layer], step.write, k, v)
+        keys, values = self._keys_and_values[layer]
+        write_rows(keys, values, step.write, k, v)
 
     def _decode(self, q: torch.Tensor, layer: int, decode: Decode) -> torch.Tensor:
         """q: [T, HQ, D]. Returns [N, HQ, D]. The query heads of one key head are queries of one product."""
