@@ -212,12 +212,14 @@ class RowAttention(AttentionBackend):
         """Store the step's keys and values, in place."""
         if step.written is not None:
             k, v = k.index_select(0, step.written), v.index_select(0, step.written)
-        write_rows(*self._keys_and_values[layer], step.write, k, v)
+        keys, values = self._keys_and_values[layer]
+        write_rows(keys, values, step.write, k, v)
 
     def _decode(self, q: torch.Tensor, layer: int, decode: Decode) -> torch.Tensor:
         """q: [T, HQ, D]. Returns [N, HQ, D]. The query heads of one key head are queries of one product."""
         torch.index_select(q, 0, decode.tokens, out=decode.ordered)
-        out = attend_pieces(self._tokens[layer], *decode.lists, self.group.scale)
+        places, copies, wide, queries, keys, values, masks = decode.lists
+        out = attend_pieces(self._tokens[layer], places, copies, wide, queries, keys, values, masks, self.group.scale)
         return out.transpose(1, 2).reshape(decode.ordered.shape)
 
     def _prompt(self, q: torch.Tensor, layer: int, prompt: Prompt, own: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
@@ -230,8 +232,9 @@ class RowAttention(AttentionBackend):
         )  # fmt: skip
         return out.squeeze(0).transpose(0, 1)
 
-    def _stored(self, layer: int, prompt: Prompt) -> tuple[torch.Tensor, ...]:
+    def _stored(self, layer: int, prompt: Prompt) -> tuple[torch.Tensor, torch.Tensor]:
         """The keys and the values of a prompt, [keys, HK, D] each."""
         assert prompt.places is not None
         stored = self._tokens[layer].index_select(0, prompt.places).to(self.dtype)
-        return stored.unflatten(1, (2, self.group.num_kv_heads, self.group.head_dim)).unbind(1)
+        k, v = stored.view(-1, 2, self.group.num_kv_heads, self.group.head_dim).unbind(1)
+        return k, v
