@@ -37,7 +37,7 @@ def attend_pieces(
             wide[i].copy_(copies[i])
         out = scaled_dot_product_attention(queries[i], keys[i], values[i], masks[i], scale=scale)
         outs.append(out.transpose(1, 2))  # as it lies in memory
-    return torch.cat(outs)
+    return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 
 @chained

@@ -33,7 +33,7 @@ def apply_rope(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`reference.apply_rope`."""
     table = cos_sin if positions is None else cos_sin.index_select(0, positions)
-    return rotated(q, table), rotated(k, table)
+    return rotated(q, table), rotated(k, table) if k.size(1) > 0 else k
 
 
 OVERRIDES = {"apply_rope": apply_rope}

@@ -33,7 +33,7 @@ def test_minus_infinity_stays_out_of_json(mode: str, capsys: pytest.CaptureFixtu
     settings = options(device="deferred_cpu") | {"sampler": {"logprobs_mode": mode}}
     with LLM(dense().model, plugins=dense().plugins, **settings) as llm:
         outputs = llm.generate(["One two three"] * len(ASKED), ASKED, use_tqdm=False)
-    show_json(outputs)
+    show_json(outputs, num_steps=4)
     lines = [strict(line) for line in capsys.readouterr().out.splitlines()]
     floors = 0
     for line, output in zip(lines, outputs, strict=True):

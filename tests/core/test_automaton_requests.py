@@ -91,7 +91,7 @@ def everything(driver: Driver) -> list[Any]:
         {"depth": 1, "prefix": False, "chunked": False},
         {"depth": 2, "device": "deferred_cpu"},
         {"depth": 3, "device": "deferred_cpu", "tokens": 24, "device_seed": 5},
-        {"depth": 2, "device": "deferred_cpu", "captures": True, "rows": 5, "pages": 12, "tokens": 32},
+        {"depth": 2, "device": "deferred_cpu", "captures": True, "rows": 5, "pages": 10, "tokens": 32},
     ],
     ids=lambda short: "-".join(f"{name}={value}" for name, value in short.items()),
 )

@@ -13,7 +13,7 @@ from modelrunner.errors import CheckpointError
 from modelrunner.linear import LinearFactory, PlainScheme
 from modelrunner.weights import Target, WeightMap, fill_dummy, load_tensors, slots
 
-OPS = SimpleNamespace(matmul=torch.nn.functional.linear)
+OPS = SimpleNamespace(matmul=torch.nn.functional.linear, matmul_add=lambda x, weight, residual: residual + x @ weight.T)
 
 
 class Small(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from typing import ClassVar
 
 import pytest
@@ -90,23 +91,21 @@ class LinearSchemeConformance:
     # ---- tests -----------------------------------------------------------------------------------------------------
 
     def test_applies_its_weight(self) -> None:
-        """Any number of rows, with and without leading dimensions; x is left alone; results have x's type."""
+        """Any number of rows, with and without a bias and leading dimensions; x is left alone; results have x's type."""
         ops = self.ops()
-        for dtype in self.dtypes:
-            for inner, parts in self.sizes():
-                layer = self.make(ops, inner, parts, dtype)
-                weight = self.fill(layer, 0)
-                bias = layer.bias
-                assert bias is not None
-                for n in ROWS:
-                    x = self.rows(n, inner, dtype)
-                    kept = x.clone()
-                    out = layer(x)
-                    where = f"{n} rows, [{sum(parts)}, {inner}], {dtype}"
-                    assert (out.dtype, tuple(out.shape)) == (dtype, (n, sum(parts))), f"{where}: got {out.dtype}, {tuple(out.shape)}"
-                    assert torch.equal(x, kept), f"{where}: x was changed"
-                    self.assert_near(out, x.double() @ weight.double().T + bias.double(), where)
-                    assert tuple(layer(x.view(1, n, inner)).shape) == (1, n, sum(parts)), f"{where}: leading dimensions are lost"
+        for dtype, (inner, parts), bias in product(self.dtypes, self.sizes(), (True, False)):
+            layer = self.make(ops, inner, parts, dtype, bias=bias)
+            weight = self.fill(layer, 0)
+            for n in ROWS:
+                x = self.rows(n, inner, dtype)
+                kept = x.clone()
+                out = layer(x)
+                where = f"{n} rows, [{sum(parts)}, {inner}], {dtype}{', a bias' if bias else ''}"
+                assert (out.dtype, tuple(out.shape)) == (dtype, (n, sum(parts))), f"{where}: got {out.dtype}, {tuple(out.shape)}"
+                assert torch.equal(x, kept), f"{where}: x was changed"
+                want = x.double() @ weight.double().T
+                self.assert_near(out, want if layer.bias is None else want + layer.bias.double(), where)
+                assert tuple(layer(x.view(1, n, inner)).shape) == (1, n, sum(parts)), f"{where}: leading dimensions are lost"
 
     def test_rows_do_not_mix(self) -> None:
         """A row's result does not depend on the other rows, beyond the scheme's error."""
