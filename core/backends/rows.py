@@ -15,6 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from modelrunner.attention import AttentionBackend, AttentionMeta, Rotary
 from modelrunner.kernels.attention.index import rows_per_page, token_rows
 from modelrunner.kernels.attention.pieces import attend_pieces, write_rows
+from modelrunner.kernels.rope.cpu import full_turns, turned
 
 if TYPE_CHECKING:
     from modelrunner.model_state import FullAttention
@@ -54,13 +55,14 @@ class Prompt(NamedTuple):
 
 class Step(NamedTuple):
     """What the layers of a step share. whole: every token belongs to a row. write: rows of the token view, [W] int64. written: the tokens
-    that are written there, [W] int64; None for all."""
+    that are written there, [W] int64; None for all. turns: by identity, tables of positions and their `full_turns`."""
 
     decode: Decode | None
     prompts: tuple[Prompt, ...]
     whole: bool
     write: torch.Tensor
     written: torch.Tensor | None
+    turns: dict[int, tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]]
 
 
 class Row(NamedTuple):
@@ -100,7 +102,7 @@ class RowAttention(AttentionBackend):
         rows = self._rows(meta)
         decode = self._decode_rows(meta, [row for row in rows if row.queries == 1])
         prompts = tuple(self._prompt_piece(meta, row) for row in rows if row.queries > 1)
-        return Step(decode, prompts, sum(row.queries for row in rows) == meta.num_tokens, write, written)
+        return Step(decode, prompts, sum(row.queries for row in rows) == meta.num_tokens, write, written, {})
 
     def _rows(self, meta: AttentionMeta) -> list[Row]:
         window = self.group.window
@@ -205,8 +207,17 @@ class RowAttention(AttentionBackend):
         if rotary.q_norm is not None or rotary.cos_sin.shape[-1] != dim:
             return super().attend_qkv(qkv, rotary, layer, step, sinks)
         every = qkv.view(-1, heads + group.num_kv_heads, dim)
-        turned, _ = self.ops.apply_rope(every[:, :heads], every[:, :0], None, rotary.cos_sin)
-        return self.attend(turned[:, : group.num_heads], turned[:, group.num_heads :], every[:, heads:], layer, step, sinks)
+        if qkv.dtype == torch.float32:
+            both = turned(every[:, :heads], *self._turns(rotary.cos_sin, step))
+        else:
+            both, _ = self.ops.apply_rope(every[:, :heads], every[:, :0], None, rotary.cos_sin)
+        return self.attend(both[:, : group.num_heads], both[:, group.num_heads :], every[:, heads:], layer, step, sinks)
+
+    def _turns(self, cos_sin: torch.Tensor, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+        """Made once a step for all layers that share a table."""
+        if (kept := step.turns.get(id(cos_sin))) is None:
+            kept = step.turns[id(cos_sin)] = cos_sin, full_turns(cos_sin)
+        return kept[1]
 
     def _write(self, k: torch.Tensor, v: torch.Tensor, layer: int, step: Step) -> None:
         """Store the step's keys and values, in place."""

@@ -25,6 +25,20 @@ def rotated(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
 
 
 @chained
+def full_turns(cos_sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `turned` multiplies by, of tables [T, D] float32: [T, 1, D] float32 each. The second has the sign of each half."""
+    cos, sin = cos_sin.unsqueeze(1).chunk(2, -1)
+    return torch.cat((cos, cos), -1), torch.cat((sin.neg(), sin), -1)
+
+
+@chained
+def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """`rotated` of all components of x [T, H, D] float32, with both factors from `full_turns`."""
+    half = x.size(-1) // 2
+    return torch.addcmul(x * cos, torch.cat((x[..., half:], x[..., :half]), -1), sin)
+
+
+@chained
 def apply_rope(
     q: torch.Tensor,
     k: torch.Tensor,
