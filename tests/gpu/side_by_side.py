@@ -26,6 +26,7 @@ LONG = ("test_random_run.py", "test_graphs.py", "test_logprobs.py", "test_determ
 # pyproject.toml says -q
 PYTEST = (sys.executable, "-P", "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "gpu")
 MOST = 9  # tests of a process
+QUICK = ("test_rings.py",)  # all in one process: its tests take less time than a process takes to start
 LAST_WORDS = 3  # seconds in which one that is stopped tells what had failed
 ENDED = re.compile(r"\bin [\d.]+s")
 
@@ -60,7 +61,8 @@ def parts(named: Sequence[str]) -> list[Part]:
             files.setdefault(test.split("::")[0], []).append(test)
     found = []
     for file, tests in files.items():
-        blocks = [tuple(tests[first : first + MOST]) for first in range(0, len(tests), MOST)]
+        most = len(tests) if file.endswith(QUICK) else MOST
+        blocks = [tuple(tests[first : first + most]) for first in range(0, len(tests), most)]
         found += [Part(file if len(blocks) == 1 else f"{file} ({i + 1} of {len(blocks)})", block) for i, block in enumerate(blocks)]
     return sorted(found, key=lambda part: next((i for i, name in enumerate(LONG) if name in part.name), len(LONG)))
 
