@@ -24,7 +24,7 @@ for _name in [name for name in os.environ if name.upper().startswith("MODELRUNNE
 
 @pytest.fixture(autouse=True, scope="session")
 def _builds_alone() -> None:
-    """On a GPU, where processes run tests side by side, each builds its kernels by itself: eight helpers of each would mostly import torch."""
+    """On a GPU, where processes run tests side by side, each builds its kernels: eight helpers of each would mostly import torch."""
     if "TRITON_INTERPRET" not in os.environ:
         from modelrunner.kernels import build_helpers
 
