@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from modelrunner.page_pool import Int32Array
+import numpy as np
+import numpy.typing as npt
 
 PROBE, PERIOD = 4, 256  # of so many steps the first few draft as much as they may, so that what is not used is still measured
 MEMORY = 0.98  # what a step leaves of the weight of those before it
@@ -70,8 +71,8 @@ class DraftPolicy:
         least = min((k for k in self.choices if k), default=0)
         return (*found, 0) if 0 in self.choices or not fits(least, most) else tuple(found)
 
-    def learn(self, drafted: Int32Array, accepted: Int32Array) -> None:
-        """Drafts of rows were checked, and kept. [n] each; of one step or several."""
+    def learn(self, drafted: npt.NDArray[np.integer], accepted: npt.NDArray[np.integer]) -> None:
+        """Drafts of rows were checked, and kept: arrays of one shape; of one step or several."""
         if self._spare is None:
             return
         for place in range(self.most):

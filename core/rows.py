@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from modelrunner.aside import Aside
 from modelrunner.draft_policy import NO_DRAFTS, DraftPolicy
 from modelrunner.page_pool import GroupLayout, Int32Array, PagePool
 from modelrunner.prefix_cache import Hit
@@ -150,7 +151,8 @@ class HostRows:
     last_ticket [int64]: last step that names the row.
     guided [bool]: each of its tokens needs a mask that depends on the one before. held [bool]: that mask is not there yet.
     computable: tokens up to the first item of media that is not encoded.
-    token_log [max_rows, max_model_len]: prompt and committed output. features [int64]: bits of `batch.Feature`.
+    token_log [max_rows, max_model_len]: prompt and committed output, `known` tokens; what lies behind is undefined. aside: tokens on their
+    way there. features [int64]: bits of `batch.Feature`.
     """
 
     def __init__(self, layouts: Sequence[GroupLayout], max_rows: int, max_model_len: int, policy: DraftPolicy = NO_DRAFTS) -> None:
@@ -176,6 +178,7 @@ class HostRows:
         self.num_media = 0  # active rows with media that they have not computed yet
         self.last_ticket = np.full(max_rows, -1, np.int64)
         self.token_log = np.zeros((max_rows, max_model_len), np.int32)
+        self.aside = Aside(self.token_log, 1 + policy.most)
         self.tables = [
             BlockTable(layout, index, max_rows, max_model_len, policy.ahead(layout.name)) for index, layout in enumerate(layouts)
         ]
