@@ -256,12 +256,16 @@ class Scheduler:
         growths: list[Growth] = []
         patch = EMPTY_PATCH
         if due := steady.due():
-            if sum(rows.size for _, rows in due) > self.pool.available:
+            missing = 0
+            for _, rows in due:
+                missing += rows.size
+            if missing > self.pool.available:
                 return None
             builder = self._builder()
             for table, rows in due:
-                growths.append(table.grow_one(rows, self.pool))
-                note_growth(builder, table.layout.name, growths[-1])
+                growth = table.grow_one(rows, self.pool)
+                growths.append(growth)
+                note_growth(builder, table.layout.name, growth)
             patch = builder.build()
         plan = steady.plan(self._step, patch)
         self._undo = Undo(plan, steady.all, growths, [], self._step - 1)

@@ -75,7 +75,7 @@ class Committed:
     finished: list[Request]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Undo:
     """What `rollback` needs: the plan, which rows it makes sample, the pages it gave, whom it admitted, and the former last tickets."""
 
