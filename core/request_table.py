@@ -202,9 +202,12 @@ class PatchBuilder:
             raise ValueError(f"column {name!r} has 64-bit elements; only whole rows can be set")
         dtype = NUMPY_DTYPES[region.column.dtype]
         words = values if values.dtype == dtype == np.int32 else np.ascontiguousarray(values, dtype=dtype).view(np.int32)
-        dst = rows * np.int64(region.stride)
-        dst += cols
-        dst += region.base
+        if rows.size == 1:
+            dst = np.array([region.base + rows.item() * region.stride + cols.item()], np.int64)
+        else:
+            dst = rows * np.int64(region.stride)
+            dst += cols
+            dst += region.base
         self._add(dst, ONES[: words.size] if words.size <= ONES.size else np.ones(words.size, np.int32), words)
 
     def _run(self, dst: int, words: Int32Array) -> None:

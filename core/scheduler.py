@@ -225,6 +225,8 @@ class Scheduler:
             if self._in_flight:
                 return Drain(f"{missing} cache pages are needed and {self.pool.available} available")
             self._preempt(self._victim())
+        if num_draft and missing:
+            deficits = self._rows.early(rows, upper, limit, num_decode, deficits, self.pool.available)
         cached = int(self._rows.computed_upper[rows[:num_decode]].sum())
         tokens = self._budget.tokens(num_decode, rows.size - num_decode + len(self.admission.queue), cached, 1 + num_draft)
         draft = Draft(self._builder(), tokens, num_decode, num_draft)
@@ -255,7 +257,7 @@ class Scheduler:
             return None
         growths: list[Growth] = []
         patch = EMPTY_PATCH
-        if due := steady.due():
+        if due := steady.due(self.pool.available):
             missing = 0
             for _, rows in due:
                 missing += rows.size

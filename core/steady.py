@@ -48,8 +48,8 @@ class Steady:
         for array in (first.rows, first.generations, first.num_query):
             array.setflags(write=False)  # the runner knows from the array that its contents are the same
 
-    def due(self) -> list[tuple[BlockTable, Int32Array]]:
-        """Rows that need one page more for the next step, by group; groups where there are none are left out."""
+    def due(self, available: int) -> list[tuple[BlockTable, Int32Array]]:
+        """Rows that need one page more for the next step, by group; groups where there are none are left out. available: pages."""
         turn = self._step - self._first.step
         pairs = zip(self._table.tables, self._calendars, strict=True)
         return [(table, rows) for table, days in pairs if (rows := days.get(turn % table.tokens_per_page)) is not None]

@@ -66,7 +66,8 @@ class SteadyDrafts:
         `_come` [N]: tokens that a row knows at most after the steps that were planned by now, each corrected when it is committed.
         `_ahead`: steps planned since, less those committed since. `_length`: tokens that a row has in the newest step, at most.
         `_room` [N] of each group: the number that `_come` may be and the row yet needs no page for the next step, if there are `_room_for`
-        steps ahead. `_free`: steps that can surely be planned before a row needs a page.
+        steps ahead. `_enough` [N] of each group: what that is for a row with pages up to its limit. `_free`: steps that can surely be
+        planned before a row needs a page. `_due`: rows that get one with the next plan, by group, as places in [0, N).
         """
         table, rows = self._table, self.rows
         self._come = table.known_upper[rows]
@@ -74,38 +75,54 @@ class SteadyDrafts:
         self._start, self._lower = self._come.copy(), table.known_lower[rows]
         self._uncomputed = self._come - table.computed[rows]
         self._length = int(self._come.max()) - 1
-        self._room = [each.used[rows] * each.tokens_per_page - each.ahead + 1 - self._query for each in table.tables]
+        more, limit = 1 - self._query, table.limit[rows]
+        self._room = [each.used[rows] * each.tokens_per_page - each.ahead + more for each in table.tables]
+        self._enough = [limit - 1 - each.ahead + more for each in table.tables]
         self._due: list[tuple[int, NDArray[np.intp]]] = []
         ahead = max([0, *(each.ahead for each in table.tables)])
-        self._left = int((table.limit[rows] - self._come).min() - ahead - 1) // self._slots
+        self._left = int((limit - self._come).min() - ahead - 1) // self._slots
         self._loaded = True
 
-    def due(self) -> list[tuple[BlockTable, Int32Array]]:
-        """Rows that need one page more for the next step, by group; groups where there are none are left out. After a look at `left`, and
-        once for each plan.
+    def due(self, available: int) -> list[tuple[BlockTable, Int32Array]]:
+        """Rows that get one page more for the next step, by group; groups where there are none are left out. After a look at `left`, and
+        once for each plan. available: pages; with fewer than `HostRows.early` asks for, only those rows that need one for the next step.
 
         A plan takes a row at most `_slots` tokens on, and a commit takes it back or leaves it where it is. So the room that the row with
         least has now is enough for so many plans, whatever is committed between them.
         """
-        found: list[tuple[BlockTable, Int32Array]] = []
         if self._free > 0:
             self._free -= 1
-            return found
+            return []
         if self._ahead != self._room_for:
-            more, self._room_for = self._ahead - self._room_for, self._ahead
-            self._room = [room - more * self._query for room in self._room]
-        least = self._left * self._slots
+            more, self._room_for = (self._ahead - self._room_for) * self._query, self._ahead
+            self._room, self._enough = [each - more for each in self._room], [each - more for each in self._enough]
+        tables, least = self._table.tables, self._left * self._slots
+        lacking: list[tuple[int, int, Int32Array]] = []
         for group, room in enumerate(self._room):
             spare = room - self._come
             at_least = spare.item(spare.argmin())
             if at_least < 0:
-                at = (spare < 0).nonzero()[0]
-                self._due.append((group, at))
-                found.append((self._table.tables[group], self.rows[at]))
-            least = min(least, at_least)
-        if least > 0:
-            self._free = least // self._slots
-        return found
+                lacking.append((group, at_least, spare))
+            elif at_least < least:
+                least = at_least
+        if lacking:
+            least = min(least, self._choose(lacking, available))
+        self._free = least // self._slots
+        return [(tables[group], self.rows[at]) for group, at in self._due]
+
+    def _choose(self, lacking: list[tuple[int, int, Int32Array]], available: int) -> int:
+        """Which rows get pages of the groups in which some row lacks one (group, room of the row with least, [N] of each). Returns how much
+        of it there is then at least."""
+        tables, least = self._table.tables, []
+        for group, at_least, spare in lacking:
+            table = tables[group]
+            at = ((spare < table.early) & (self._room[group] < self._enough[group])).nonzero()[0]
+            self._due.append((group, at))
+            least.append(at_least + table.tokens_per_page if at.size == self.rows.size else table.early)
+        if sum([at.size for _, at in self._due]) <= available:
+            return min(least)
+        self._due = [(group, (spare < 0).nonzero()[0]) for group, _, spare in lacking]
+        return 0
 
     def plan(self, step: int, patch: Patch) -> Plan:
         """The next plan, for which the rows that `due` named have got a page."""
