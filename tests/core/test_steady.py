@@ -15,11 +15,18 @@ from modelrunner.batch import Plan
 from modelrunner.model_state import SlidingWindow
 from modelrunner.page_pool import GroupLayout
 from modelrunner.request import Request, Status
+from modelrunner import aside
 from modelrunner.aside import MOST_KEPT
 
 COUNTERS = ("known", "computed", "known_upper", "computed_upper", "known_lower", "last_ticket", "num_drafted", "num_accepted")
 TABLES = ("pages", "used", "first", "indexed", "hashed")
 VOCABLESS = 10_000  # a stop id that no row samples
+
+
+@pytest.fixture(autouse=True)
+def laid_aside_for_as_long_as_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test is too short for what few rows would keep."""
+    monkeypatch.setattr(aside, "MOST_OF_FEW", MOST_KEPT)
 
 
 def general(world: World) -> World:
