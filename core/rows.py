@@ -298,7 +298,7 @@ class HostRows:
     def early(
         self, rows: Int32Array, upper: Int32Array, limit: Int32Array, num_decode: int, deficits: list[Int32Array], available: int
     ) -> list[Int32Array]:
-        """Pages that rows get for a step with drafts which lack `deficits`, by group, to compute `upper` tokens. The first num_decode decode.
+        """Pages that rows get for a step with drafts, by group. They lack `deficits` for `upper` tokens. The first num_decode decode.
 
         The idea: with drafts, rows fill their pages at times that nobody knows, some row nearly every step, and giving pages costs about as
         much for many rows as for one. So when a decode row lacks one, others that may soon lack one (`BlockTable.early`) get theirs too, if

@@ -258,10 +258,7 @@ class Scheduler:
         growths: list[Growth] = []
         patch = EMPTY_PATCH
         if due := steady.due(self.pool.available):
-            missing = 0
-            for _, rows in due:
-                missing += rows.size
-            if missing > self.pool.available:
+            if sum([rows.size for _, rows in due]) > self.pool.available:
                 return None
             builder = self._builder()
             for table, rows in due:

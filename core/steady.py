@@ -74,7 +74,7 @@ class Steady:
         """
         if plan.rows is not self.rows or plan is self._first:
             return False
-        if (records[NAMES].T == self._expected).tobytes() != self._as_expected:
+        if (self._expected == records[NAMES].T).tobytes() != self._as_expected:
             return False
         self._tokens.append(records[TOKEN])
         if len(self._tokens) == self._most_kept:

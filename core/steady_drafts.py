@@ -38,7 +38,7 @@ class SteadyDrafts:
         self.tokens = slice(int(Record.TOKENS), record_words(first.num_draft))
         self._loaded = False
         self._planned = False  # since the last settling
-        self.all = np.ones(self.rows.size, np.bool_)
+        self.all, self._every = np.ones(self.rows.size, np.bool_), np.arange(self.rows.size)
         zero = np.zeros_like(self.rows)
         self._expected = np.stack([self.rows, first.generations, zero, zero + Finish.NONE])
         self._as_expected = b"".join(each * self.rows.size for each in NAMED)
@@ -108,7 +108,7 @@ class SteadyDrafts:
         if lacking:
             least = min(least, self._choose(lacking, available))
         self._free = least // self._slots
-        return [(tables[group], self.rows[at]) for group, at in self._due]
+        return [(tables[group], self.rows[at]) for group, at in self._due] if lacking else []
 
     def _choose(self, lacking: list[tuple[int, int, Int32Array]], available: int) -> int:
         """Which rows get pages of the groups in which some row lacks one (group, room of the row with least, [N] of each). Returns how much
@@ -116,7 +116,9 @@ class SteadyDrafts:
         tables, least = self._table.tables, []
         for group, at_least, spare in lacking:
             table = tables[group]
-            at = ((spare < table.early) & (self._room[group] < self._enough[group])).nonzero()[0]
+            at = self._every
+            if at.size > 1:
+                at = ((spare < table.early) & (self._room[group] < self._enough[group])).nonzero()[0]
             self._due.append((group, at))
             least.append(at_least + table.tokens_per_page if at.size == self.rows.size else table.early)
         if sum([at.size for _, at in self._due]) <= available:
@@ -129,7 +131,7 @@ class SteadyDrafts:
         first, tables = self._first, self._table.tables
         if self._due:
             for group, at in self._due:
-                self._room[group][at] += tables[group].tokens_per_page
+                self._room[group][slice(None) if at.size == self.rows.size else at] += tables[group].tokens_per_page
             self._due.clear()
         self._ahead += 1
         self._step = step
@@ -147,7 +149,7 @@ class SteadyDrafts:
         plan is not a repetition of the first."""
         if plan.rows is not self.rows or plan is self._first:
             return False
-        if (records[NAMES].T == self._expected).tobytes() != self._as_expected:
+        if (self._expected == records[NAMES].T).tobytes() != self._as_expected:
             return False
         if not self._loaded:
             self._load()

@@ -28,7 +28,8 @@ def test_tokens_lie_behind_those_that_are_known(monkeypatch: pytest.MonkeyPatch,
         sums = np.zeros(2, np.int64)
         for step in range(steps):
             records = draws.integers(0, 1000, (6, record_words(slots + 1))).astype(np.int32)
-            records[:, Record.NUM_TOKENS], records[:, Record.DRAFTED] = counts, drafted = draws.integers(1, slots + 1, 6), draws.integers(0, slots, 6)  # fmt: skip
+            counts, drafted = draws.integers(1, slots + 1, 6), draws.integers(0, slots, 6)
+            records[:, Record.NUM_TOKENS], records[:, Record.DRAFTED] = counts, drafted
             laid.add(records)
             sums += counts.sum(), drafted.sum()
             assert laid.steps == step + 1

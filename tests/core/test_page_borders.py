@@ -48,9 +48,9 @@ class Rows:
         self.commit(np.ones_like(counts), counts - 1)  # the first one, as the general path does it
 
     def plan_of(self, step: int, counts: Any) -> Plan:
-        most = self.slots - 1
-        num = self.rows.size
-        return Plan(step, self.rows, self.table.generation[self.rows], counts, EMPTY_PATCH, num, num * self.slots, self.slots, 1, (1,), num_draft=most, num_next=most)  # fmt: skip
+        most, num, generations = self.slots - 1, self.rows.size, self.table.generation[self.rows]
+        sizes = num, num * self.slots, self.slots, 1, (1,)
+        return Plan(step, self.rows, generations, counts, EMPTY_PATCH, *sizes, num_draft=most, num_next=most)
 
     @property
     def upper(self) -> Any:

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from scheduler_world import FULL, SHAPE, World, expect, prompt, request
 from test_scheduler_random import ARRIVAL, OTHER, Player, worlds
 
+from modelrunner import aside
+from modelrunner.aside import MOST_KEPT
 from modelrunner.batch import Plan
 from modelrunner.model_state import SlidingWindow
 from modelrunner.page_pool import GroupLayout
 from modelrunner.request import Request, Status
-from modelrunner import aside
-from modelrunner.aside import MOST_KEPT
 
 COUNTERS = ("known", "computed", "known_upper", "computed_upper", "known_lower", "last_ticket", "num_drafted", "num_accepted")
 TABLES = ("pages", "used", "first", "indexed", "hashed")
