@@ -23,6 +23,7 @@ from modelrunner.kernels.attention.prefill_list import (
     ITEM,
     MAX_BLOCK,
     MIXED_ROWS,
+    ROWS_ANYWHERE,
     USUAL_QUERIES,
     PrefillConfig,
     PrefillList,
@@ -34,6 +35,7 @@ from modelrunner.kernels.attention.prefill_list import (
 
 BINS = 8  # lengths that last chunks are sorted into, longest first; more of them if they would be
 BIN_KEYS = 128  # keys apart, and more
+BLOCKS = (16, 64, 256, 1024)  # rows of a list
 PARTIAL_BYTES = 32 << 20  # of partial results; beyond it chunks grow
 
 
@@ -85,7 +87,7 @@ class AttentionWork:
     prefill: PrefillList | None
 
 
-@triton.jit(do_not_specialize=["num_rows", "capacity", "window"])
+@triton.jit(do_not_specialize=["num_rows", "capacity", "window", "chunk"], do_not_specialize_on_alignment=ROWS_ANYWHERE)
 def decode_items(
     items_ptr,
     count_ptr,
@@ -96,8 +98,8 @@ def decode_items(
     num_rows,
     capacity,
     window,
+    chunk,
     QUERIES: tl.constexpr,
-    CHUNK: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     NUM_KV: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -116,7 +118,7 @@ def decode_items(
     first = tl.zeros([BLOCK_ROWS], tl.int32)
     if HAS_WINDOW:
         first = tl.maximum(seq_len - query_len - (window - 1), 0)
-    chunk = tl.full((), CHUNK, tl.int32)
+    chunk = tl.full((), 0, tl.int32) + chunk
     splits = tl.cdiv(seq_len, chunk) - first // chunk
     slots = tl.where(splits > 1, splits, 0)
     while tl.sum(slots, 0) > capacity:
@@ -239,6 +241,11 @@ def choose_decode(num_rows: int, head_dim: int, dtype: torch.dtype) -> DecodeCon
     return DecodeConfig(chunk, 32 if head_dim > 128 else 64, 4, stages, programs=2, hold=num_rows <= 4, fused=True)
 
 
+def block_of(rows: int) -> int:
+    """Rows that the list's program looks at: one of few numbers, each of which is a build."""
+    return next(block for block in (*BLOCKS, next_power_of_2(rows)) if block >= rows)
+
+
 def _decode_list(
     config: DecodeConfig,
     shape: tuple[int, int, int, int, int],
@@ -260,7 +267,7 @@ def _decode_list(
     small = torch.empty(1 + rows * num_kv_heads, dtype=torch.int32, device=device)
     partial = torch.empty((max(capacity, 1), num_kv_heads, queries * group, head_dim), dtype=torch.float32, device=device)
     lse = torch.empty_like(partial)
-    block = max(next_power_of_2(rows), least_block)
+    block = max(block_of(rows), least_block)
     decode_items[(1,)](
         items,
         small,
@@ -271,8 +278,8 @@ def _decode_list(
         rows,
         capacity,
         window or 0,
+        config.chunk,
         QUERIES=queries,
-        CHUNK=config.chunk,
         HAS_WINDOW=window is not None,
         NUM_KV=num_kv_heads,
         BLOCK_ROWS=block,

@@ -133,10 +133,11 @@ def show_stages() -> None:
 def show_built(title: str, built: list[Built], most: int = 400) -> None:
     made = [each for each in built if not each.hit]
     asked = Counter(each.name for each in built)
-    print(
-        f"{title}: {len(made)} compiled here in {sum(b.seconds for b in made):.1f} s of threads (making {sum(b.making for b in made):.1f}), "
-        f"{len(built) - len(made)} from the cache in {sum(b.seconds for b in built if b.hit):.1f}"
+    taken, making, found = (
+        sum(values) for values in ([b.seconds for b in made], [b.making for b in made], [b.seconds for b in built if b.hit])
     )
+    print(f"{title}: {len(made)} compiled here in {taken:.1f} s of threads (making {making:.1f}), ", end="")
+    print(f"{len(built) - len(made)} from the cache in {found:.1f}")
     by_name: dict[str, float] = {}
     for each in made:
         by_name[each.name] = by_name.get(each.name, 0.0) + each.seconds
@@ -165,6 +166,36 @@ def show_helpers() -> None:
 
 
 HELPED: list[tuple[float, float, str]] = []
+SUMS: dict[str, list[float]] = {}
+
+
+def summed(owner: Any, name: str, label: str) -> None:
+    """Add up the seconds of all calls of a function, in whichever thread."""
+    plain, found = getattr(owner, name), SUMS.setdefault(label, [])
+
+    @functools.wraps(plain)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        begun = now()
+        try:
+            return plain(*args, **kwargs)
+        finally:
+            found.append(now() - begun)
+
+    setattr(owner, name, wrapped)
+
+
+def note_parts() -> None:
+    import torch
+
+    from modelrunner import runner
+    from modelrunner.devices import cuda
+    from modelrunner.kernels import ahead
+
+    summed(ahead, "_loaded", "kernels built and loaded, by threads")
+    summed(runner.Runner, "_stage", "inputs of shapes")
+    summed(cuda, "captured", "captures")
+    summed(torch.cuda.CUDAGraph, "capture_end", "of it, ends of captures")
+    summed(torch.cuda, "set_device", "device of a thread")
 
 
 def work_of(name: str, run: int, engine: Any) -> float:
@@ -194,11 +225,13 @@ def main() -> None:
     imported = now()
     manager = PluginManager.load([])
     model = "tiny" if DRY else "qwen3-0.6b"
-    settings = session.roomy(session.model_settings(model), manager, [session.scaled("offline", 1)], 1)
+    wanted = [session.scaled(name, 1) for name in dict.fromkeys(["offline", *NAMES])]
+    settings = session.roomy(session.model_settings(model), manager, wanted, 1)
     listen()
     note_steps()
     note_stages()
     show_helpers()
+    note_parts()
     print(f"imported at {imported:.2f}, engine from {now():.2f}", flush=True)
     engine = Engine(settings, plugins=[])
     made = now()
@@ -208,11 +241,12 @@ def main() -> None:
         engine.step()
     print(f"engine made at {made:.2f}, first token at {now():.2f}; graphs: {engine.assembly.resolved.graphs}")
     show_stages()
+    for label, seconds in SUMS.items():
+        print(f"  {label}: {len(seconds)}, {sum(seconds):.2f} s, longest {max(seconds, default=0):.2f}")
     show_built("start", LOG.built)
     if HELPED:
-        print(
-            f"helped {len(HELPED)} times, {sum(took for _, took, _ in HELPED):.1f} s; first answer at {min(a + b for a, b, _ in HELPED):.2f}"
-        )
+        first = min(begun + took for begun, took, _ in HELPED)
+        print(f"helped {len(HELPED)} times, {sum(took for _, took, _ in HELPED):.1f} s; first answer at {first:.2f}")
         print("  " + " ".join(f"{name}@{begun:.1f}+{took:.2f}" for begun, took, name in HELPED))
     for place, name in enumerate(NAMES):
         before = len(LOG.built)
