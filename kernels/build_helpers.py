@@ -182,7 +182,7 @@ class Helpers:
         self.free.put(worker)
 
     def close(self) -> None:
-        """End the processes: at once where they have nothing to do, else after what they build."""
+        """End the processes."""
         for worker in self.workers:
             for pipe in worker:
                 with suppress(OSError):

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 FIRST, IDLE = 600.0, 20.0  # seconds without a first job, and without another one, after which a process ends
 KERNELS = "modelrunner.kernels"
+PR_SET_PDEATHSIG = 1
 
 
 class _Names(type):
@@ -133,6 +134,14 @@ def get_ready() -> None:
             import_module(module)
 
 
+def _end_with_parent() -> None:
+    """On Linux; elsewhere processes end with their pipes."""
+    import ctypes
+
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def main(pipes: Sequence[int]) -> None:
     """Get ready, fork a process for each two pipes, and wait for all of them."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # they end when the pipes do
@@ -140,6 +149,7 @@ def main(pipes: Sequence[int]) -> None:
     pairs = list(zip(pipes[::2], pipes[1::2], strict=True))
     for pair in pairs:
         if os.fork() == 0:
+            _end_with_parent()
             for other in pipes:
                 if other not in pair:
                     os.close(other)

@@ -1,13 +1,18 @@
 """An engine on a GPU that is not there: its tensors have shapes and no contents, and its kernels' launches are noted instead of made.
 
 For a process of its own without TRITON_INTERPRET, as kernels are decorated for the compiler or for the interpreter once a process.
+`python -P launch_world.py FOLDER [LAYERS]` starts an engine of two layers of Qwen3-0.6B's shapes, whose configuration it writes into the
+folder, runs steps of many kinds, and prints what was built, and what they launched that was not, as a JSON object.
 """
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,15 +21,21 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from modelrunner import Offer, hookimpl, weights
+from modelrunner import Engine, Offer, SamplingParams, hookimpl, weights
 from modelrunner.batch import Plan, Ticket
 from modelrunner.device import Device, Event, PinnedBuffer
 from modelrunner.plugins import triton_kernels
+from modelrunner.plugins.bench.drive import abandon
+from modelrunner.plugins.bench.models import MODELS
 from modelrunner.runner import Runner
 from modelrunner.settings import RunnerSettings
 from modelrunner.testing.null_device import NullDevice
 
 PROCESSORS, CAPABILITY = 132, (9, 0)  # of an H200
+ROWS = (1, 2, 3, 4, 7, 8, 12, 16, 24, 40, 70, 100, 200, 400, 700, 1024)
+LENGTHS = ((100,), (1000,), (2500,), (8000,), (10, 3000))  # tokens of prompts
+MOST_TOKENS = 60_000  # of all prompts
+STEPS = 10
 
 
 class Place:
@@ -50,25 +61,20 @@ class Seen:
 
     ahead: dict[Any, str] = field(default_factory=dict)
     run: dict[Any, tuple[str, str]] = field(default_factory=dict)
-    jobs: list[tuple[str, Any]] = field(default_factory=list)
     building: bool = False
     step: str = ""
-    _kinds: set[Any] = field(default_factory=set)
 
     def late(self) -> list[tuple[str, str]]:
         """The kernel and the step of each that was not built ahead."""
         return [found for key, found in self.run.items() if key not in self.ahead]
 
-    def note(self, *, key: str, fn: Any, compile: Mapping[str, Any], **_: Any) -> bool:
+    def note(self, *, key: str, fn: Any, **_: Any) -> bool:
         """Triton's hook before it compiles. It then does not."""
         place = fn.name, key
         if self.building:
             self.ahead.setdefault(place, fn.name)
         else:
             self.run.setdefault(place, (fn.name, self.step))
-        if place not in self._kinds:
-            self._kinds.add(place)
-            self.jobs.append((fn.name, compile))
         return True
 
 
@@ -182,3 +188,39 @@ def _kind(value: Any) -> Any:
     if hasattr(value, "block_shape"):
         return type(value), value.base.dtype, tuple(value.block_shape)
     return value
+
+
+def started(folder: Path, layers: int) -> Engine:
+    """An engine with room for many rows and long prompts."""
+    (folder / "config.json").write_text(json.dumps({**MODELS["qwen3-0.6b"], "num_hidden_layers": layers}))
+    settings: dict[str, Any] = {"model.name": str(folder), "model.load_format": "dummy", "model.skip_tokenizer_init": True}
+    settings |= {"model.max_model_len": 8208, "model.dtype": "bfloat16", "cache.num_pages": 60_000, "device.name": "absent"}
+    settings |= {"scheduler.max_rows": 1024, "scheduler.max_batched_tokens": 16384}
+    return Engine(settings, plugins=[AbsentPlugin()])
+
+
+def run_steps(engine: Engine, rows: int, lengths: Sequence[int]) -> None:
+    """A few steps of so many requests with prompts of these lengths, in turn, and of those that then decode."""
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False)
+    for place in range(rows):
+        length = lengths[place % len(lengths)]
+        engine.add_request(str(place), {"prompt_token_ids": [(place * 7 + i) % 9000 for i in range(length)]}, params)
+    for _ in range(STEPS):
+        engine.step()
+    abandon(engine)
+    engine.scheduler.reset_prefix_cache()
+
+
+def main(folder: str, layers: str = "2") -> None:
+    pretend()
+    engine = started(Path(folder), int(layers))
+    at_start = SEEN.late()
+    for rows in ROWS:
+        for lengths in LENGTHS:
+            run_steps(engine, rows, [min(length, MOST_TOKENS // rows) for length in lengths])
+    late = [f"{kernel}: {step}" for kernel, step in SEEN.late()[len(at_start) :]]
+    print(json.dumps({"built": dict(Counter(SEEN.ahead.values())), "at_start": at_start, "late": late, "run": len(SEEN.run)}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
