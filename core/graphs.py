@@ -43,6 +43,11 @@ class Key(NamedTuple):
     num_draft: int = 0
     num_next: int = 0
 
+    @property
+    def tail(self) -> Key:
+        """That of a step."""
+        return Key("tail", self.size, self.features, self.num_draft)
+
 
 class DraftKinds(NamedTuple):
     """policy: how many drafts steps have, of at most max_tokens query tokens. captured: whether the drafter's part is."""

@@ -28,7 +28,7 @@ from modelrunner.step_logprobs import NOTHING, Asked
 from modelrunner.step_work import StepWork
 
 FIRST_PROMPT = 32  # tokens of a prompt whose kernels are built with the first ones
-CROWDS = (1, 4, 8, 32, 64, 1024)  # rows of long steps with prompts: kernels for the last one or more of each
+CROWDS = (1, 4, 8, 32, 64, 128, 1024)  # rows of long steps with prompts: kernels for the last one or more of each
 POISON = -0x5A5A5A5B  # what a released ring entry holds on a testing device: no row, no token
 
 
@@ -94,9 +94,7 @@ class Runner:
             plans += tuple(replace(each, features=each.features | Feature.MEDIA) for each in prompts)
             kinds.append(replace(plan, features=Feature.MEDIA))
         plans += tuple(blank_plans.crowd(plan, self.parts.layouts, n, self.max_tokens, longest) for n in self._crowds())
-        keys, works = (*self.graphs.first, *self.graphs.rare), [partial(self._first, each) for each in plans]
-        went = self._build([*(partial(self._first_of, plan, key) for key in keys), *works, *sampler.loading()])
-        self._built = {key for key, ready in zip(keys, went, strict=False) if ready}
+        self._build_all(plan, plans)
         self._rewind()
         self.work.warming_up = True
         for kind in kinds:
@@ -108,6 +106,15 @@ class Runner:
     def _crowds(self) -> Sequence[int]:
         """Rows of long steps without a graph, some for each kind of kernel that they have."""
         return [n for n in CROWDS if n <= min(self.scratch_row, self.max_tokens // 2)]
+
+    def _build_all(self, blank: Plan, plans: Sequence[Plan]) -> None:
+        """Build what steps launch, those of `plans` and those that are captured."""
+        keys, works = (*self.graphs.first, *self.graphs.rare), [partial(self._first, each) for each in plans]
+        alike = {key: key._replace(features=Feature.GREEDY) for key in keys if key.part == "step"}  # but for the tail
+        shown = [key.tail if alike.get(key, key) != key and alike[key] in alike else key for key in keys]
+        went = self._build([*(partial(self._first_of, blank, key) for key in shown), *works, *self.parts.sampler.loading()])
+        ready = dict(zip(keys, went, strict=False))
+        self._built = {key for key in keys if ready[key] and ready.get(alike.get(key, key), True)}
 
     def _build(self, work: Sequence[Callable[[], None]]) -> Sequence[bool]:
         """Let the device get ready what `work` will launch. It may run parts of it without the kernels that say where their inputs lie."""

@@ -145,22 +145,26 @@ def _loaded(work: Callable[[], Any]) -> Any:
 
 def _kind_of_launch(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """Equal for launches that run the same build. It may tell more apart than Triton does, but not fewer in what our kernels take."""
-    plain = _arguments(kernel)
-    by_place = tuple(_kind(value) if name in plain else value for name, value in zip(kernel.arg_names, args, strict=False))
-    by_name = tuple((name, _kind(value) if name in plain else value) for name, value in options.items())
-    return kernel, by_place, by_name
+    constant, plain = _arguments(kernel)
+    kind = [kernel]
+    for known, value in zip(constant, args, strict=False):
+        kind.append(value if known else _kind(value))
+    for name, value in options.items():
+        kind += name, _kind(value) if name in plain else value
+    return tuple(kind)
 
 
 @cache
-def _arguments(kernel: Any) -> frozenset[str]:
-    """Names of the arguments that are no constants."""
-    return frozenset(kernel.arg_names).difference(kernel.arg_names[place] for place in kernel.constexprs)
+def _arguments(kernel: Any) -> tuple[tuple[bool, ...], frozenset[str]]:
+    """Which arguments are constants, by place, and the names of those that are none."""
+    constant = tuple(place in kernel.constexprs for place in range(len(kernel.arg_names)))
+    return constant, frozenset(name for name, known in zip(kernel.arg_names, constant, strict=True) if not known)
 
 
 def _kind(value: Any) -> Any:
     """What a build depends on of an argument that is no constant."""
     if isinstance(value, torch.Tensor):
         return value.dtype, value.data_ptr() % 16 == 0
-    if isinstance(value, int) and not isinstance(value, bool):
+    if type(value) is int:
         return value == 1, value % 16 == 0, value.bit_length() > 31
     return type(value)

@@ -35,7 +35,7 @@ from modelrunner.kernels.attention.prefill_list import (
 
 BINS = 8  # lengths that last chunks are sorted into, longest first; more of them if they would be
 BIN_KEYS = 128  # keys apart, and more
-BLOCKS = (16, 64, 256, 1024)  # rows of a list
+FEW_ROWS = 32  # beside prompts, whose chunks of many sizes are no builds of their own
 PARTIAL_BYTES = 32 << 20  # of partial results; beyond it chunks grow
 
 
@@ -87,7 +87,7 @@ class AttentionWork:
     prefill: PrefillList | None
 
 
-@triton.jit(do_not_specialize=["num_rows", "capacity", "window", "chunk"], do_not_specialize_on_alignment=ROWS_ANYWHERE)
+@triton.jit(do_not_specialize=["num_rows", "capacity", "window", "any_chunk"], do_not_specialize_on_alignment=ROWS_ANYWHERE)
 def decode_items(
     items_ptr,
     count_ptr,
@@ -98,8 +98,9 @@ def decode_items(
     num_rows,
     capacity,
     window,
-    chunk,
+    any_chunk,
     QUERIES: tl.constexpr,
+    CHUNK: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     NUM_KV: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -118,7 +119,9 @@ def decode_items(
     first = tl.zeros([BLOCK_ROWS], tl.int32)
     if HAS_WINDOW:
         first = tl.maximum(seq_len - query_len - (window - 1), 0)
-    chunk = tl.full((), 0, tl.int32) + chunk
+    chunk = tl.full((), CHUNK, tl.int32)
+    if CHUNK == 0:
+        chunk += any_chunk
     splits = tl.cdiv(seq_len, chunk) - first // chunk
     slots = tl.where(splits > 1, splits, 0)
     while tl.sum(slots, 0) > capacity:
@@ -241,11 +244,6 @@ def choose_decode(num_rows: int, head_dim: int, dtype: torch.dtype) -> DecodeCon
     return DecodeConfig(chunk, 32 if head_dim > 128 else 64, 4, stages, programs=2, hold=num_rows <= 4, fused=True)
 
 
-def block_of(rows: int) -> int:
-    """Rows that the list's program looks at: one of few numbers, each of which is a build."""
-    return next(block for block in (*BLOCKS, next_power_of_2(rows)) if block >= rows)
-
-
 def _decode_list(
     config: DecodeConfig,
     shape: tuple[int, int, int, int, int],
@@ -267,7 +265,7 @@ def _decode_list(
     small = torch.empty(1 + rows * num_kv_heads, dtype=torch.int32, device=device)
     partial = torch.empty((max(capacity, 1), num_kv_heads, queries * group, head_dim), dtype=torch.float32, device=device)
     lse = torch.empty_like(partial)
-    block = max(block_of(rows), least_block)
+    block = max(next_power_of_2(rows), least_block)
     decode_items[(1,)](
         items,
         small,
@@ -280,6 +278,7 @@ def _decode_list(
         window or 0,
         config.chunk,
         QUERIES=queries,
+        CHUNK=0 if rows <= FEW_ROWS and least_block > 1 else config.chunk,
         HAS_WINDOW=window is not None,
         NUM_KV=num_kv_heads,
         BLOCK_ROWS=block,

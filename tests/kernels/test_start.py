@@ -25,4 +25,4 @@ def test_no_step_launches_what_was_not_built(tmp_path: Path) -> None:
     assert told["at_start"] == []
     assert told["late"] == []
     assert told["run"] > 80
-    assert sum(told["built"].values()) < 120, f"each takes half a second of a processor: {told['built']}"
+    assert sum(told["built"].values()) < 130, f"each takes half a second of a processor: {told['built']}"
