@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 
 from modelrunner import Engine, Offer, SamplingParams, hookimpl
+from modelrunner.batch import Feature
 from modelrunner.device import Device
-from modelrunner.graphs import BUILT
+from modelrunner.graphs import BUILT, Key, StepGraphs
 from modelrunner.kernels.speculation.reference import draft_inputs
 from modelrunner.ops import Register
 from modelrunner.testing import ByteTokenizerPlugin, Driver, P, assert_same, dense, options, tiny_dense
@@ -67,11 +69,15 @@ class LeavingPlugin(BuilderPlugin):
         register.override("draft_inputs", unless_building, device_type=device.type)
 
 
-def test_everything_that_start_up_runs_is_built_before() -> None:
+def started() -> Engine:
     settings = {"model": {"name": str(tiny_dense())}, "graphs": {"bucket_rows": (1, 2, 4), "bucket_tokens": (16, 64)}} | options(
         device="builder", rows=4
     )
-    driver = Driver(Engine(settings, plugins=[ByteTokenizerPlugin(), BuilderPlugin()]))
+    return Engine(settings, plugins=[ByteTokenizerPlugin(), BuilderPlugin()])
+
+
+def test_everything_that_start_up_runs_is_built_before() -> None:
+    driver = Driver(started())
     device = driver.engine.assembly.device
     assert isinstance(device, Builder)
     # Tails that the warm-up tries, and log-probs alone; prompts, crowds; numbers of rows by kinds of tail, bodies; tails for few rows and
@@ -84,6 +90,27 @@ def test_everything_that_start_up_runs_is_built_before() -> None:
     driver.finish()
     for k in range(5):
         assert_same(dense(), P(3 + 9 * k, k), params, driver.result(str(k)))
+
+
+def test_what_was_built_is_captured_without_a_first_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What could not be is run, and so are the steps that would have been shown by it."""
+    ran: list[Key] = []
+    run = StepGraphs.run
+
+    def noted(self: StepGraphs, key: Key) -> None:
+        ran.append(key)
+        run(self, key)
+
+    monkeypatch.setattr(StepGraphs, "run", noted)
+    graphs = started().runner.graphs
+    assert ran == []
+    assert graphs.captured == graphs.first
+    step, body = Key("step", 4), Key("body", 16)
+    monkeypatch.setattr(Builder, "failing", frozenset(graphs.first.index(key) for key in (step, body)))
+    graphs = started().runner.graphs
+    assert ran == [key for key in graphs.first if key in (step, body, step._replace(features=Feature.PLAIN))]
+    assert len(ran) == 3
+    assert graphs.captured == graphs.first
 
 
 def test_places_of_a_larger_step_are_not_read_while_kernels_are_built() -> None:
