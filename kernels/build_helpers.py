@@ -148,10 +148,12 @@ class Helpers:
         return kernel
 
     def start(self, number: int = 0) -> None:
-        """Once: so many processes, by default one for each processor. They take a second to be ready; until then work waits for them."""
+        """So many processes, by default one for each processor, unless there are some. They take a second to be ready; until then work
+        waits for them."""
         with self.lock:
-            if self.server is not None:
+            if self.server is not None and self.server.poll() is None:
                 return
+            self.close()
             number = number or min(MOST, len(os.sched_getaffinity(0)))
             pipes = [(os.pipe(), os.pipe()) for _ in range(number)]
             theirs = [end for (jobs, _), (_, answers) in pipes for end in (jobs, answers)]

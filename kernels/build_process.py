@@ -121,7 +121,7 @@ def serve(jobs: int, answers: int) -> None:
 
 def get_ready() -> None:
     """Import and find out what every build needs."""
-    sys.meta_path.insert(0, LeftOut)  # type: ignore[arg-type]
+    sys.meta_path.insert(0, LeftOut)
     from triton.runtime import cache
 
     same_keys()
