@@ -44,6 +44,22 @@ def prompt(blank: Plan, layouts: Sequence[GroupLayout], num_tokens: int) -> Plan
     )
 
 
+def crowd(blank: Plan, layouts: Sequence[GroupLayout], num_rows: int, most: int, longest: int) -> Plan:
+    """So many rows, half of which decode, and the others have prompts of one length, `longest` or as is room for in `most` tokens."""
+    num_decode = num_rows // 2
+    longest = min(longest, (most - num_decode) // (num_rows - num_decode))
+    num_query = np.ones(num_rows, np.int32)
+    num_query[num_decode:] = longest
+    return replace(
+        prompt(blank, layouts, longest),
+        rows=np.repeat(blank.rows, num_rows),
+        generations=np.repeat(blank.generations, num_rows),
+        num_query=num_query,
+        num_decode=num_decode,
+        num_tokens=int(num_query.sum()),
+    )
+
+
 def drafting(blank: Plan, layouts: Sequence[GroupLayout], num_draft: int) -> Plan:
     """The `blank` row with so many drafts, in the step and after it."""
     slots = 1 + num_draft

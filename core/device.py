@@ -74,10 +74,11 @@ class Device(ABC):
         contents that the same memory has by then. Whatever `work` allocates comes from a pool that all graphs share."""
         raise NotImplementedError(f"device {self.name!r} captures no graphs")
 
-    def build(self, work: Sequence[Callable[[], None]]) -> None:
+    def build(self, work: Sequence[Callable[[], None]]) -> Sequence[bool]:
         """Get ready what all of `work` will launch, running as little of it as possible, so that its first run need not wait. Start-up
-        only: what `work` reads and writes here means nothing. An error is left for that first run."""
-        return None
+        only: what `work` reads and writes here means nothing. An error is left for that first run. Returns which of it may be captured
+        without a first run."""
+        return [False] * len(work)
 
     def forget_graphs(self) -> None:
         """All results of `capture` are gone; later ones share a new pool."""

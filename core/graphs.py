@@ -12,7 +12,7 @@ start-up captured is ready from the first step on.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -42,6 +42,11 @@ class Key(NamedTuple):
     features: Feature = Feature.GREEDY
     num_draft: int = 0
     num_next: int = 0
+
+    @property
+    def tail(self) -> Key:
+        """That of a step."""
+        return Key("tail", self.size, self.features, self.num_draft)
 
 
 class DraftKinds(NamedTuple):
@@ -138,7 +143,7 @@ class StepGraphs:
     @property
     def count(self) -> int:
         """Graphs that start-up captures."""
-        return len(self._first_keys())
+        return len(self.first)
 
     @property
     def rare(self) -> list[Key]:
@@ -181,7 +186,8 @@ class StepGraphs:
         """Whether the drafter's part is captured with the steps."""
         return self._drafts is not None and self._drafts.captured
 
-    def _first_keys(self) -> list[Key]:
+    @property
+    def first(self) -> list[Key]:
         """What start-up captures, from large to small. Steps with fewer drafts after them than in them are left for their second use."""
         choices = (0,) if self._drafts is None else self._drafts.policy.choices
         sizes = [(tokens, k) for tokens in reversed(self._tokens) for k in sorted({0, *choices})]
@@ -211,7 +217,7 @@ class StepGraphs:
             closure()
 
     def capture(self, key: Key) -> None:
-        """Record the closure of `key`, which has run before."""
+        """Record the closure of `key`, which has run before, or whose kernels are built."""
         self._replays[key] = self.device.capture(self._closures[key])
 
     def forget(self) -> None:
@@ -219,18 +225,24 @@ class StepGraphs:
         self._replays.clear()
         self.device.forget_graphs()
 
-    def capture_all(self, stage: Callable[[Key], None], progress: Callable[[Sequence[Key]], Sequence[Key]]) -> GraphReport:
+    def capture_all(
+        self, stage: Callable[[Key], None], progress: Callable[[Sequence[Key]], Iterable[Key]], built: Container[Key] = ()
+    ) -> GraphReport:
         """Capture every body, and every step of decode rows with each of `KINDS`, from large to small, so that they share a pool of memory.
 
-        stage: puts a harmless step of a key's shape into the input buffers. progress: wraps the sequence in a progress bar.
+        stage: puts a harmless step of a key's shape into the input buffers. progress: wraps the sequence in a progress bar. built: those
+        that need no run before they are captured.
         """
         if self.reason:
             return GraphReport(reason=self.reason)
         began, free = time.monotonic(), self.device.memory()[0]
-        keys = self._first_keys()
+        keys = self.first
         for key in progress(keys):
             stage(key)
-            self.device.launch(lambda key=key: self.run(key))  # type: ignore[misc]
+            if key in built:
+                self._closures[key] = self._make(key)
+            else:
+                self.device.launch(lambda key=key: self.run(key))  # type: ignore[misc]
             self.device.launch(lambda key=key: self.capture(key))  # type: ignore[misc]
         self.device.synchronize()
         steps = sum(key.part == "step" for key in keys)

@@ -7,7 +7,7 @@ closure is the step, or the graph of one; what it does on the device is in `mode
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -28,6 +28,7 @@ from modelrunner.step_logprobs import NOTHING, Asked
 from modelrunner.step_work import StepWork
 
 FIRST_PROMPT = 32  # tokens of a prompt whose kernels are built with the first ones
+CROWDS = (1, 4, 8, 32, 64, 128, 1024)  # rows of long steps with prompts: kernels for the last one or more of each
 POISON = -0x5A5A5A5B  # what a released ring entry holds on a testing device: no row, no token
 
 
@@ -65,6 +66,7 @@ class Runner:
         self.events: list[Event | None] = [None] * entries
         self.extra_events: list[Event | None] = [None] * entries
         self.launched = 0
+        self._built: set[Key] = set()
         self.route: Route | None = None  # of the last launched step, while its rows are on the device
         self.max_tokens, self.max_model_len = max_tokens, max_model_len
         kinds = (Feature.GREEDY, Feature.MEDIA) if parts.needs.media is not None and parts.media_arena is not None else (Feature.GREEDY,)
@@ -91,7 +93,8 @@ class Runner:
         if self.media is not None:
             plans += tuple(replace(each, features=each.features | Feature.MEDIA) for each in prompts)
             kinds.append(replace(plan, features=Feature.MEDIA))
-        self._build([*(partial(self._first, each) for each in plans), *sampler.loading()])
+        plans += tuple(blank_plans.crowd(plan, self.parts.layouts, n, self.max_tokens, longest) for n in self._crowds())
+        self._build_all(plan, plans)
         self._rewind()
         self.work.warming_up = True
         for kind in kinds:
@@ -100,7 +103,20 @@ class Runner:
                 raise PluginError(f"the step's record names row {records[0, Record.ROW]}, not {self.scratch_row} (operation write_record)")
         self.work.warming_up = False
 
-    def _build(self, work: Sequence[Callable[[], None]]) -> None:
+    def _crowds(self) -> Sequence[int]:
+        """Rows of long steps without a graph, some for each kind of kernel that they have."""
+        return [n for n in CROWDS if n <= min(self.scratch_row, self.max_tokens // 2)]
+
+    def _build_all(self, blank: Plan, plans: Sequence[Plan]) -> None:
+        """Build what steps launch, those of `plans` and those that are captured."""
+        keys, works = (*self.graphs.first, *self.graphs.rare), [partial(self._first, each) for each in plans]
+        alike = {key: key._replace(features=Feature.GREEDY) for key in keys if key.part == "step"}  # but for the tail
+        shown = [key.tail if alike.get(key, key) != key and alike[key] in alike else key for key in keys]
+        went = self._build([*(partial(self._first_of, blank, key) for key in shown), *works, *self.parts.sampler.loading()])
+        ready = dict(zip(keys, went, strict=False))
+        self._built = {key for key in keys if ready[key] and ready.get(alike.get(key, key), True)}
+
+    def _build(self, work: Sequence[Callable[[], None]]) -> Sequence[bool]:
         """Let the device get ready what `work` will launch. It may run parts of it without the kernels that say where their inputs lie."""
 
         def reset() -> None:
@@ -108,12 +124,21 @@ class Runner:
             if self.drafting is not None:
                 fill(self.drafting.last_place, 0)
 
-        self.device.build([partial(_in_order, reset, part) for part in work])
+        return self.device.build([partial(_in_order, reset, part) for part in work])
 
     def _first(self, plan: Plan) -> None:
         shape = self.buckets.shape(plan)
         self._pack(plan, shape, 0, rows=True)()
         self.work.computation(plan, shape, None, Asked.of(plan))()
+
+    def _first_of(self, plan: Plan, key: Key) -> None:
+        self._stage(plan, key)
+        self._closure(key)()
+
+    def _stage(self, plan: Plan, key: Key) -> None:
+        """Put `plan` into the input buffers, in a key's shape."""
+        self.device.launch(self._pack(plan, self._shape(key), 0, rows=True))
+        self.device.synchronize()  # the buffer is written again for the next shape
 
     def run_large(self, num_tokens: int) -> None:
         """Run a step of as many rows as there can be, dead ones, with so many tokens and the tail that needs most memory, to its end.
@@ -153,21 +178,11 @@ class Runner:
         plan = self._blank_plan()
         self.route = None
 
-        def stage(key: Key) -> None:
-            upload = self._pack(plan, self._shape(key), 0, rows=True)
-            self.device.launch(upload)
-            self.device.synchronize()  # the buffer is written again for the next shape
+        def bar(keys: Sequence[Key]) -> Iterable[Key]:
+            shown: Iterable[Key] = tqdm(keys, desc="Capturing graphs", unit="graph", disable=not sys.stderr.isatty())
+            return shown
 
-        def first(key: Key) -> None:
-            stage(key)
-            self._closure(key)()
-
-        def built(keys: Sequence[Key]) -> Sequence[Key]:
-            self._build([partial(first, key) for key in (*keys, *self.graphs.rare)])
-            bar: Sequence[Key] = tqdm(keys, desc="Capturing graphs", unit="graph", disable=not sys.stderr.isatty())
-            return bar
-
-        report = self.graphs.capture_all(stage, built)
+        report = self.graphs.capture_all(partial(self._stage, plan), bar, self._built)
         self._rewind()
         return report
 

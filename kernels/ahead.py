@@ -1,19 +1,20 @@
 """Building Triton kernels ahead of their first launch, many at a time.
 
 Compiling is what most of a first start waits for: some hundred kernels, each by passes and programs that leave Python alone. So the steps
-that will run are gone through once without running any kernel; what they would launch is built by threads meanwhile, and by other processes
-where that is much (`build_helpers.py`), down to the machine code on the GPU.
+that will run are gone through once without running any kernel; what they would launch is built meanwhile, by other processes where that is
+much (`build_helpers.py`), and loaded onto the GPU by threads.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
-from threading import Lock
+from heapq import heappop, heappush
+from threading import Condition, Lock, Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,9 +23,9 @@ import triton
 from triton.runtime import build
 from triton.runtime.jit import JITFunction
 
-from modelrunner.kernels.build_helpers import HELPERS
+from modelrunner.kernels.build_helpers import HELPERS, MOST, begun, done
+from modelrunner.kernels.build_process import same_keys
 
-MAX_THREADS = 16
 _seen: ContextVar[set[Any] | None] = ContextVar("kernels_seen", default=None)
 _patching = Lock()
 
@@ -35,6 +36,8 @@ def built_ahead(device: torch.device) -> Iterator[None]:
 
     One that cannot be built is passed over: its first launch says why.
     """
+    begun()
+    same_keys()
     with _patching, _modules_apart(), _Builders(device) as builders, triton.AsyncCompileMode(builders, ignore_errors=True):
         plain, token = JITFunction.run, _seen.set(set())
 
@@ -53,6 +56,7 @@ def built_ahead(device: torch.device) -> Iterator[None]:
         finally:
             JITFunction.run = plain
             _seen.reset(token)
+    done()
 
 
 @contextmanager
@@ -78,14 +82,59 @@ def _modules_apart() -> Iterator[None]:
         build._load_module_from_path = plain
 
 
-class _Builders(ThreadPoolExecutor):
-    """Threads that build kernels and load them."""
+class _Builders(Executor):
+    """Threads that build kernels and load them: of those that wait, the one of the most code first, as it is likely to take longest."""
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__(min(MAX_THREADS, len(os.sched_getaffinity(0))), "build-kernels", torch.cuda.set_device, (device,))
+        self._waiting: list[tuple[int, int, Future[Any], Callable[[], Any]]] = []
+        self._more, self._given, self._closed = Condition(), 0, False
+        number = min(MOST, len(os.sched_getaffinity(0)))
+        self._threads = [Thread(target=self._work, args=(device,), name="build-kernels", daemon=True) for _ in range(number)]
+        for thread in self._threads:
+            thread.start()
 
-    def submit(self, work: Callable[[], Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        return super().submit(_loaded, work)
+    def submit(self, work: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        with self._more:
+            heappush(self._waiting, (-_code_of(work), self._given, future, work))
+            self._given += 1
+            self._more.notify()
+        return future
+
+    def _work(self, device: torch.device) -> None:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        while True:
+            with self._more:
+                self._more.wait_for(lambda: self._waiting or self._closed)
+                if not self._waiting:
+                    return
+                _, _, future, work = heappop(self._waiting)
+            try:
+                future.set_result(_loaded(work))
+            except BaseException as error:
+                future.set_exception(error)
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        with self._more:
+            self._closed = True
+            self._more.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+
+def _code_of(work: Callable[[], Any]) -> int:
+    """Characters of the kernel that Triton's closure compiles, with what it calls; 0 if that cannot be told."""
+    names = getattr(work, "__code__", None)
+    cells = dict(zip(names.co_freevars, work.__closure__ or (), strict=True)) if names is not None else {}
+    function = getattr(cells["src"].cell_contents, "fn", None) if "src" in cells else None
+    return _code(function) if isinstance(function, JITFunction) else 0
+
+
+@cache
+def _code(function: JITFunction[Any]) -> int:
+    named = (function.fn.__globals__.get(name) for name in function.fn.__code__.co_names)
+    return len(function.src) + sum(_code(each) for each in named if isinstance(each, JITFunction) and each is not function)
 
 
 def _loaded(work: Callable[[], Any]) -> Any:
@@ -96,22 +145,26 @@ def _loaded(work: Callable[[], Any]) -> Any:
 
 def _kind_of_launch(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """Equal for launches that run the same build. It may tell more apart than Triton does, but not fewer in what our kernels take."""
-    plain = _arguments(kernel)
-    by_place = tuple(_kind(value) if name in plain else value for name, value in zip(kernel.arg_names, args, strict=False))
-    by_name = tuple((name, _kind(value) if name in plain else value) for name, value in options.items())
-    return kernel, by_place, by_name
+    constant, plain = _arguments(kernel)
+    kind = [kernel]
+    for known, value in zip(constant, args, strict=False):
+        kind.append(value if known else _kind(value))
+    for name, value in options.items():
+        kind += name, _kind(value) if name in plain else value
+    return tuple(kind)
 
 
 @cache
-def _arguments(kernel: Any) -> frozenset[str]:
-    """Names of the arguments that are no constants."""
-    return frozenset(kernel.arg_names).difference(kernel.arg_names[place] for place in kernel.constexprs)
+def _arguments(kernel: Any) -> tuple[tuple[bool, ...], frozenset[str]]:
+    """Which arguments are constants, by place, and the names of those that are none."""
+    constant = tuple(place in kernel.constexprs for place in range(len(kernel.arg_names)))
+    return constant, frozenset(name for name, known in zip(kernel.arg_names, constant, strict=True) if not known)
 
 
 def _kind(value: Any) -> Any:
     """What a build depends on of an argument that is no constant."""
     if isinstance(value, torch.Tensor):
         return value.dtype, value.data_ptr() % 16 == 0
-    if isinstance(value, int) and not isinstance(value, bool):
+    if type(value) is int:
         return value == 1, value % 16 == 0, value.bit_length() > 31
     return type(value)

@@ -1,15 +1,14 @@
 """Processes that build Triton kernels beside this one.
 
-A quarter of a build is Python, which threads do not run side by side. So where builds turn out to be many, some processes take part: they
-write what they build into Triton's cache on disk, where this process then finds it. They import no kernel but those that they build, touch
-no GPU, and end by themselves when they have had nothing to do for a while, or when this process ends.
-
-`python -m modelrunner.kernels.build_helpers` is such a process.
+A quarter of a build is Python, which threads do not run side by side. So some processes take part, from the start where the cache has
+nothing of these kernels, else once a build was slow: they write what they build into Triton's cache on disk, where this process then finds
+it. They touch no GPU, and end by themselves when they have had nothing to do for a while, or when this process ends.
 """
 
 from __future__ import annotations
 
 import atexit
+import hashlib
 import importlib
 import os
 import pickle
@@ -18,16 +17,34 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from queue import Empty, SimpleQueue
-from threading import Lock
-from typing import Any
+from threading import Lock, Thread
+from typing import Any, BinaryIO, NamedTuple
 
-MOST = 8  # processes
+MOST = 16  # processes
 SLOW = 0.25  # seconds; a kernel from the cache is ready sooner
-IDLE = 20.0  # seconds after which a process without work ends
 PATIENCE = 120.0  # seconds that an answer may take
 HERE = ("", "__main__")  # modules that another process cannot import
+SERVER = "modelrunner.kernels.build_process"
+
+
+def cache_folder() -> Path:
+    """Triton's cache, as far as its environment says."""
+    home = Path(os.environ.get("TRITON_HOME") or Path.home())
+    return Path(os.environ.get("TRITON_CACHE_DIR") or home / ".triton" / "cache")
+
+
+def record() -> Path:
+    """The file in the cache that says that an engine was started with these kernels and this compiler before."""
+    files = sorted(Path(__file__).parent.rglob("*.py"))
+    known: list[Any] = [(str(file), stat.st_size, stat.st_mtime_ns) for file in files for stat in (file.stat(),)]
+    with suppress(PackageNotFoundError):
+        known.append(version("triton"))
+    return cache_folder() / f"modelrunner-{hashlib.sha256(repr(known).encode()).hexdigest()}"
 
 
 @dataclass(frozen=True)
@@ -47,14 +64,14 @@ class Job:
     target: Any
     options: Any
 
-    def build(self) -> None:
-        """Put it into the cache. Raises whatever goes wrong."""
+    def build(self) -> Any:
+        """The compiled kernel, which then is in the cache. Raises whatever goes wrong."""
         import triton
 
         function = getattr(importlib.import_module(self.module), self.name)
         if function.cache_key != self.source:
             raise RuntimeError(f"{self.module}.{self.name} is not the same here")
-        triton.compile(self.kind(function, self.signature, self.constants, self.attrs), target=self.target, options=self.options)
+        return triton.compile(self.kind(function, self.signature, self.constants, self.attrs), target=self.target, options=self.options)
 
 
 def job_of(build: Callable[[], Any]) -> Job | None:
@@ -73,88 +90,112 @@ def job_of(build: Callable[[], Any]) -> Job | None:
     return job
 
 
+def begin() -> None:
+    """Start what builds will need, so that it goes on beside the rest of an engine's start: where the cache knows nothing of these kernels
+    the processes, and always the reading of all of Triton's files, which its keys are made of. Nothing where there is no Triton."""
+    with suppress(OSError):
+        if not record().exists():
+            HELPERS.start()
+    try:
+        from triton.runtime import cache
+    except ImportError:
+        return
+    read: Callable[[], Any] | None = getattr(cache, "triton_key", None)
+    if read is not None and not _READING:
+        _READING.append(Thread(target=read, name="triton-key", daemon=True))
+        _READING[0].start()
+
+
+def begun() -> None:
+    """Wait for what `begin` started, if it did."""
+    for thread in _READING:
+        thread.join()
+
+
+def done() -> None:
+    """Note that the cache has what a start needs."""
+    with suppress(OSError):
+        path = record()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+
+
+class Worker(NamedTuple):
+    """The ends of a process's pipes."""
+
+    jobs: BinaryIO
+    answers: BinaryIO
+
+
 @dataclass
 class Helpers:
-    """The processes of this one: none until a build was slow."""
+    """The processes of this one: none until a build was slow, or `start` was called."""
 
-    free: SimpleQueue[subprocess.Popen[bytes]] = field(default_factory=SimpleQueue)
-    started: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    free: SimpleQueue[Worker] = field(default_factory=SimpleQueue)
+    server: subprocess.Popen[bytes] | None = None
+    workers: list[Worker] = field(default_factory=list)
     lock: Lock = field(default_factory=Lock)
 
     def build(self, build: Callable[[], Any]) -> Any:
         """`build()`, after a process without work has done most of it, if there is one."""
-        job = job_of(build) if self.started else None
+        job = job_of(build) if self.workers else None
         if job is not None:
             self._let(job)
         begun = time.monotonic()
         kernel = build()
         if time.monotonic() - begun > SLOW:
-            self.start(min(MOST, len(os.sched_getaffinity(0)) // 2))
+            self.start()
         return kernel
 
-    def start(self, number: int) -> None:
-        """Once: so many processes. They take some seconds to be ready; until then they have work waiting, one job each."""
+    def start(self, number: int = 0) -> None:
+        """So many processes, by default one for each processor, unless there are some. They take a second to be ready; until then work
+        waits for them."""
         with self.lock:
-            if self.started:
+            if self.server is not None and self.server.poll() is None:
                 return
-            command = [sys.executable, "-P", "-m", __name__]
+            self.close()
+            number = number or min(MOST, len(os.sched_getaffinity(0)))
+            pipes = [(os.pipe(), os.pipe()) for _ in range(number)]
+            theirs = [end for (jobs, _), (_, answers) in pipes for end in (jobs, answers)]
+            command = [sys.executable, "-P", "-m", SERVER, *map(str, theirs)]
             environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-            for _ in range(number):
-                pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-                self.started.append(subprocess.Popen(command, env=environment, **pipes))  # type: ignore[call-overload]
-        for process in self.started:
-            self.free.put(process)
+            quiet = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+            self.server = subprocess.Popen(command, env=environment, pass_fds=theirs, **quiet)  # type: ignore[call-overload]
+            for end in theirs:
+                os.close(end)
+            self.workers += [Worker(os.fdopen(jobs, "wb"), os.fdopen(answers, "rb")) for (_, jobs), (answers, _) in pipes]
+        for worker in self.workers:
+            self.free.put(worker)
 
     def _let(self, job: Job) -> None:
         """Have a process build it, if one is free. One that fails is not asked again: `build()` then does all of it."""
         try:
-            process = self.free.get_nowait()
+            worker = self.free.get_nowait()
         except Empty:
             return
         try:
-            assert process.stdin is not None
-            assert process.stdout is not None
-            pickle.dump(job, process.stdin)
-            process.stdin.flush()
-            if not select.select([process.stdout], [], [], PATIENCE)[0]:
+            pickle.dump(job, worker.jobs)
+            worker.jobs.flush()
+            if not select.select([worker.answers], [], [], PATIENCE)[0]:
                 return
-            pickle.load(process.stdout)
-        except (OSError, EOFError, pickle.UnpicklingError):
+            pickle.load(worker.answers)
+        except (OSError, ValueError, EOFError, pickle.UnpicklingError):
             return
-        self.free.put(process)
+        self.free.put(worker)
 
     def close(self) -> None:
         """End the processes."""
-        for process in self.started:
-            process.kill()
-            process.communicate()
-        self.started.clear()
-        self.free = SimpleQueue()
+        for worker in self.workers:
+            for pipe in worker:
+                with suppress(OSError):
+                    pipe.close()
+        if self.server is not None:
+            self.server.kill()
+            self.server.wait()
+        self.workers.clear()
+        self.free, self.server = SimpleQueue(), None
 
 
+_READING: list[Thread] = []
 HELPERS = Helpers()
 atexit.register(HELPERS.close)
-
-
-def serve() -> None:
-    """The process: a job from standard input, then an answer to standard output: None, or what went wrong."""
-    import torch  # noqa: F401  # before the first job, as every kernel's module needs it
-    import triton  # noqa: F401
-
-    answers, sys.stdout = sys.stdout.buffer, sys.stderr
-    while select.select([sys.stdin.buffer], [], [], IDLE)[0]:
-        try:
-            job: Job = pickle.load(sys.stdin.buffer)
-        except EOFError:
-            return
-        try:
-            job.build()
-            answer = None
-        except Exception as error:
-            answer = f"{type(error).__name__}: {error}"
-        pickle.dump(answer, answers)
-        answers.flush()
-
-
-if __name__ == "__main__":
-    serve()

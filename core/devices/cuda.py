@@ -11,6 +11,7 @@ import torch
 from modelrunner.device import Device, Event, PinnedBuffer, SideEvent
 from modelrunner.devices.cpu import copy_bytes
 from modelrunner.devices.cuda_side import SideStream, captured
+from modelrunner.kernels.build_helpers import begin
 
 if TYPE_CHECKING:
     from modelrunner.settings import RunnerSettings
@@ -41,6 +42,7 @@ class CudaDevice(Device):
 
     def __init__(self, settings: RunnerSettings) -> None:
         super().__init__(settings)
+        begin()
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
         # Products of float32 matrices are IEEE: a setting of the process, since torch has none per call.
         torch.backends.cuda.matmul.allow_tf32 = False
@@ -66,15 +68,18 @@ class CudaDevice(Device):
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         return captured(work, self._pool)
 
-    def build(self, work: Sequence[Callable[[], None]]) -> None:
+    def build(self, work: Sequence[Callable[[], None]]) -> Sequence[bool]:
         try:
             from modelrunner.kernels.ahead import built_ahead
         except ImportError:  # without Triton there is nothing to build
-            return
+            return super().build(work)
+        went = [False] * len(work)
         with built_ahead(self.torch_device):
-            for part in work:
+            for place, part in enumerate(work):
                 with contextlib.suppress(Exception):
                     self.launch(part)
+                    went[place] = True
+        return went
 
     def forget_graphs(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()  # torch ends a pool with its last graph

@@ -264,13 +264,13 @@ def _gather_build(kind: str, token: int, kept: str = "") -> Build:
 def _list_builds() -> list[Build]:
     rows_of = ("query_start_ptr", "query_len_ptr", "seq_len_ptr")
     pointers = ("items_ptr", "tiles_ptr", "count_ptr", "arrivals_ptr", "sorted_ptr", "starts_ptr", *rows_of)
-    numbers = ("num_rows", "capacity", "window", "num_tokens", "slots", "num_arrivals")
+    numbers = ("num_rows", "capacity", "window", "any_chunk", "num_tokens", "slots", "num_arrivals")
     types = dict.fromkeys(pointers, "*i32") | dict.fromkeys(numbers, "i32")
     rows = {"HAS_WINDOW": False, "BLOCK_ROWS": 256, "QUERIES": 1}
     tiles = {"TILE": 64, "BLOCK_TILES": 4, "BLOCK_KEYS": 0, "PART_KEYS": 0, "MOST_PARTS": MOST_PARTS}
     many = {"BLOCK_ROWS": 2048, "BLOCK_TILES": 1}
     return [
-        Build(decode_items, types, rows | {"CHUNK": 512, "NUM_KV": 8, "BLOCK_CHUNKS": 4, "NUM_BINS": 8}),
+        *[Build(decode_items, types, rows | {"CHUNK": chunk, "NUM_KV": 8, "BLOCK_CHUNKS": 4, "NUM_BINS": 8}) for chunk in (0, 512)],
         *[Build(prefill_tiles, types, rows | tiles | {"BLOCK_KEYS": keys}) for keys in (0, 64)],
         *[Build(prefill_tiles, types, rows | tiles | many | {"PART_KEYS": keys}, num_warps=16) for keys in (0, PART_KEYS)],
         Build(sort_tiles, types, {"BLOCK": 32, "BLOCK_OTHERS": 64}),

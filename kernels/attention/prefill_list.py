@@ -19,6 +19,7 @@ USUAL_QUERIES = 128  # times grouped heads, of a tile
 GATHER_QUERIES = 2048  # of the longest prompt, from which on gathering was measured to pay
 PART_KEYS = 512  # of a part of a tile, and more
 _ANY_SIZE = ("num_rows", "num_tokens", "window", "slots", "num_arrivals")  # no build for each kind of number
+ROWS_ANYWHERE = ("query_start_ptr", "query_len_ptr", "seq_len_ptr")  # nor for each way in which they may lie in memory
 GATHER_BYTES = 512 << 20  # of gathered keys and values; beyond it they are read from their pages
 
 
@@ -77,7 +78,7 @@ def decodes(rows, there, query_start_ptr, QUERIES: tl.constexpr):
     return there & (begin == rows * QUERIES) & (end == (rows + 1) * QUERIES)
 
 
-@triton.jit(do_not_specialize=_ANY_SIZE)
+@triton.jit(do_not_specialize=_ANY_SIZE, do_not_specialize_on_alignment=ROWS_ANYWHERE)
 def prefill_tiles(
     tiles_ptr,
     count_ptr,

@@ -23,6 +23,7 @@ from modelrunner.kernels.attention.prefill_list import (
     ITEM,
     MAX_BLOCK,
     MIXED_ROWS,
+    ROWS_ANYWHERE,
     USUAL_QUERIES,
     PrefillConfig,
     PrefillList,
@@ -34,6 +35,7 @@ from modelrunner.kernels.attention.prefill_list import (
 
 BINS = 8  # lengths that last chunks are sorted into, longest first; more of them if they would be
 BIN_KEYS = 128  # keys apart, and more
+FEW_ROWS = 32  # beside prompts, whose chunks of many sizes are no builds of their own
 PARTIAL_BYTES = 32 << 20  # of partial results; beyond it chunks grow
 
 
@@ -85,7 +87,7 @@ class AttentionWork:
     prefill: PrefillList | None
 
 
-@triton.jit(do_not_specialize=["num_rows", "capacity", "window"])
+@triton.jit(do_not_specialize=["num_rows", "capacity", "window", "any_chunk"], do_not_specialize_on_alignment=ROWS_ANYWHERE)
 def decode_items(
     items_ptr,
     count_ptr,
@@ -96,6 +98,7 @@ def decode_items(
     num_rows,
     capacity,
     window,
+    any_chunk,
     QUERIES: tl.constexpr,
     CHUNK: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
@@ -117,6 +120,8 @@ def decode_items(
     if HAS_WINDOW:
         first = tl.maximum(seq_len - query_len - (window - 1), 0)
     chunk = tl.full((), CHUNK, tl.int32)
+    if CHUNK == 0:
+        chunk += any_chunk
     splits = tl.cdiv(seq_len, chunk) - first // chunk
     slots = tl.where(splits > 1, splits, 0)
     while tl.sum(slots, 0) > capacity:
@@ -271,8 +276,9 @@ def _decode_list(
         rows,
         capacity,
         window or 0,
+        config.chunk,
         QUERIES=queries,
-        CHUNK=config.chunk,
+        CHUNK=0 if rows <= FEW_ROWS and least_block > 1 else config.chunk,
         HAS_WINDOW=window is not None,
         NUM_KV=num_kv_heads,
         BLOCK_ROWS=block,

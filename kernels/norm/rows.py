@@ -23,7 +23,7 @@ def scaled(x, rstd, weight, dtype: tl.constexpr):
     return ((x * rstd).to(dtype).to(tl.float32) * weight.to(tl.float32)).to(dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def norm_kernel(
     x_ptr, residual_ptr, weight_ptr, out_ptr, total_ptr, rows, inner, x_outer, x_inner, r_outer, r_inner, eps,
     D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 
 from modelrunner import Engine, Offer, SamplingParams, hookimpl
+from modelrunner.batch import Feature
 from modelrunner.device import Device
-from modelrunner.graphs import BUILT
+from modelrunner.graphs import BUILT, Key, StepGraphs
 from modelrunner.kernels.speculation.reference import draft_inputs
 from modelrunner.ops import Register
 from modelrunner.testing import ByteTokenizerPlugin, Driver, P, assert_same, dense, options, tiny_dense
@@ -18,16 +20,18 @@ from tests.model_states.drafters import engines
 
 
 class Builder(NullDevice):
-    """Runs what it is to build. built: how much that was."""
+    """Runs what it is to build. built: how much that was. failing: places of what it leaves to the first run."""
 
     name = "builder"
     built = 0
+    failing: frozenset[int] = frozenset()
 
-    def build(self, work: Sequence[Callable[[], None]]) -> None:
+    def build(self, work: Sequence[Callable[[], None]]) -> Sequence[bool]:
         for part in work:
             with torch.inference_mode():
                 part()
         self.built += len(work)
+        return [place not in self.failing for place in range(len(work))]
 
 
 class BuilderPlugin:
@@ -44,10 +48,11 @@ class Leaving(Builder):
 
     building = False
 
-    def build(self, work: Sequence[Callable[[], None]]) -> None:
+    def build(self, work: Sequence[Callable[[], None]]) -> Sequence[bool]:
         Leaving.building = True
-        super().build(work)
+        went = super().build(work)
         Leaving.building = False
+        return went
 
 
 class LeavingPlugin(BuilderPlugin):
@@ -64,22 +69,48 @@ class LeavingPlugin(BuilderPlugin):
         register.override("draft_inputs", unless_building, device_type=device.type)
 
 
-def test_everything_that_start_up_runs_is_built_before() -> None:
+def started() -> Engine:
     settings = {"model": {"name": str(tiny_dense())}, "graphs": {"bucket_rows": (1, 2, 4), "bucket_tokens": (16, 64)}} | options(
         device="builder", rows=4
     )
-    driver = Driver(Engine(settings, plugins=[ByteTokenizerPlugin(), BuilderPlugin()]))
+    return Engine(settings, plugins=[ByteTokenizerPlugin(), BuilderPlugin()])
+
+
+def test_everything_that_start_up_runs_is_built_before() -> None:
+    driver = Driver(started())
     device = driver.engine.assembly.device
     assert isinstance(device, Builder)
-    # Tails that the warm-up tries, and log-probs alone; prompts; numbers of rows by kinds of tail, bodies; tails for few rows and for many.
+    # Tails that the warm-up tries, and log-probs alone; prompts, crowds; numbers of rows by kinds of tail, bodies; tails for few rows and
+    # for many.
     beside = len(driver.engine.assembly.sampler.loading())
-    assert device.built == 6 + 3 + 6 + 2 + 2 * len(BUILT) + beside
+    assert device.built == 6 + 3 + 2 + 6 + 2 + 2 * len(BUILT) + beside
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     for k in range(5):
         driver.add(str(k), P(3 + 9 * k, k), params)
     driver.finish()
     for k in range(5):
         assert_same(dense(), P(3 + 9 * k, k), params, driver.result(str(k)))
+
+
+def test_what_was_built_is_captured_without_a_first_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What could not be is run, and so are the steps that would have been shown by it."""
+    ran: list[Key] = []
+    run = StepGraphs.run
+
+    def noted(self: StepGraphs, key: Key) -> None:
+        ran.append(key)
+        run(self, key)
+
+    monkeypatch.setattr(StepGraphs, "run", noted)
+    graphs = started().runner.graphs
+    assert ran == []
+    assert graphs.captured == graphs.first
+    step, body = Key("step", 4), Key("body", 16)
+    monkeypatch.setattr(Builder, "failing", frozenset(graphs.first.index(key) for key in (step, body)))
+    graphs = started().runner.graphs
+    assert ran == [key for key in graphs.first if key in (step, body, step._replace(features=Feature.PLAIN))]
+    assert len(ran) == 3
+    assert graphs.captured == graphs.first
 
 
 def test_places_of_a_larger_step_are_not_read_while_kernels_are_built() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ import triton.language as tl
 from triton.runtime import build
 from triton.runtime.jit import JITFunction
 
+from modelrunner.kernels import ahead
 from modelrunner.kernels.ahead import built_ahead
 
 
@@ -85,3 +88,30 @@ def test_an_error_leaves_nothing_behind(launches: list[tuple[bool, Any]]) -> Non
         _ = 1 / 0
     kernel[(1,)](x, 3, 1.0, BLOCK=8)
     assert [warmup for warmup, _ in launches] == [False]
+
+
+def long(x_ptr, n, scale, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """More code."""
+
+
+def test_what_has_most_code_is_built_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is likely to take longest, and what starts last should not."""
+    built, gate = list[str](), threading.Event()
+    monkeypatch.setattr(ahead, "MOST", 1)
+    monkeypatch.setattr(ahead, "_loaded", lambda work: work())
+
+    def build_of(function: Any) -> Callable[[], None]:
+        src = SimpleNamespace(fn=JITFunction(function))
+        return lambda: built.append(src.fn.fn.__name__)
+
+    def broken() -> None:
+        raise ValueError("no such type")
+
+    with ahead._Builders(torch.device("cpu")) as builders:
+        builders.submit(gate.wait)
+        for function in (add, long, add):
+            builders.submit(build_of(function))
+        failed = builders.submit(broken)
+        gate.set()
+    assert built == ["long", "add", "add"]
+    assert isinstance(failed.exception(), ValueError)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -40,12 +41,12 @@ BUILD_ONE = textwrap.dedent(
     knobs.compilation.listener = lambda src, metadata, metadata_group, times, cache_hit: hits.append(cache_hit)
     helpers = Helpers()
     target = GPUTarget("cuda", 90, 32)
-    for warps in (1, 2, 4):
+    for warps in (1, 2, 4, 8):
         build = build_of(ASTSource(sum_kernel, signature, constants, {}), target, Options(warps))
         assert job_of(build) is not None
         if warps == 4:
-            helpers.started[0].kill()
-            helpers.started[0].wait()
+            helpers.server.kill()
+            helpers.server.wait()
         helpers.build(build)
         helpers.start(1)
     helpers.close()
@@ -55,11 +56,12 @@ BUILD_ONE = textwrap.dedent(
 
 
 def test_what_a_process_builds_is_found_in_the_cache(tmp_path: Path) -> None:
-    """Of three builds the first starts the process, the second is its, and the third is done here, as the process is gone."""
+    """Of four builds the first starts the processes, the second is theirs, and the third is done here, as they are gone, and starts others,
+    which do the fourth."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
     ran = subprocess.run([sys.executable, "-P", "-c", BUILD_ONE], env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.strip() == "[false, true, false]"
+    assert ran.stdout.strip() == "[false, true, false, true]"
 
 
 def closed_over(**values: Any) -> Callable[[], Any]:
@@ -91,8 +93,8 @@ def test_only_what_another_process_can_build_is_a_job() -> None:
 
 
 def test_quick_builds_start_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    helpers, asked = Helpers(), []
-    monkeypatch.setattr(helpers, "start", asked.append)
+    helpers, asked = Helpers(), list[int]()
+    monkeypatch.setattr(helpers, "start", lambda: asked.append(1))
     assert helpers.build(lambda: "kernel") == "kernel"
     assert not asked
     monkeypatch.setattr(build_helpers, "SLOW", -1.0)
@@ -106,3 +108,64 @@ def test_what_goes_wrong_here_is_told() -> None:
 
     with pytest.raises(ValueError, match="no such type"):
         Helpers().build(broken)
+
+
+FIND = textwrap.dedent(
+    """
+    import json
+    from importlib import import_module
+    from modelrunner.plugins.triton_kernels import AREAS
+
+    builds = [build for area in AREAS for build in import_module(f"modelrunner.kernels.{area}.gpu").BUILDS]
+    print(json.dumps(sorted({(build.kernel.__module__, build.kernel.__name__) for build in builds})))
+    """
+)
+KEYS = textwrap.dedent(
+    """
+    import json, sys
+    from importlib import import_module
+    from modelrunner.kernels import build_process
+
+    if sys.argv[1] == "without torch":
+        build_process.get_ready()
+    build_process.same_keys()
+    keys = {name: getattr(import_module(module), name).cache_key for module, name in json.loads(sys.argv[2])}
+    print(json.dumps([keys, hasattr(sys.modules.get("torch"), "__version__")]))
+    """
+)
+
+
+def told(code: str, *arguments: str) -> Any:
+    """What a process of its own prints."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-P", "-c", code, *arguments]
+    return json.loads(subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=True).stdout)
+
+
+@pytest.mark.slow
+def test_a_process_without_torch_finds_the_same_kernels() -> None:
+    """In whatever order it meets them: else it would say that they are not the same, and everything was built here."""
+    pytest.importorskip("triton")
+    kernels = told(FIND)
+    here, torch = told(KEYS, "as usual", json.dumps(kernels))
+    there, torch_there = told(KEYS, "without torch", json.dumps(kernels[::-1]))
+    assert torch
+    assert not torch_there
+    assert here == there
+    assert len(here) > 30
+
+
+def test_the_record_of_a_start_is_that_of_these_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that finds none has the processes started at once."""
+    started = list[int]()
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(build_helpers.HELPERS, "start", lambda: started.append(1))
+    build_helpers.begin()
+    build_helpers.begun()
+    assert started == [1]
+    build_helpers.done()
+    build_helpers.begin()
+    assert started == [1]
+    monkeypatch.setattr(build_helpers, "version", lambda name: "another")
+    build_helpers.begin()
+    assert started == [1, 1]
