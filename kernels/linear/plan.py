@@ -106,7 +106,27 @@ class Ring:
     registers: int
 
 
-AnyTiles = Gemv | Several | Tiles | Stream | Ring
+@dataclass(frozen=True)
+class Wide:
+    """Tiles of `wide_kernel`: `tiles` times bt rows and `groups` times 64 rows of weights a program, K in steps of bk and in `split` parts.
+
+    slots: steps' weights and input that shared memory has room for.
+    """
+
+    bt: int
+    tiles: int
+    groups: int
+    bk: int
+    split: int
+    slots: int
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of a thread when a program starts, all that a multiprocessor has; of one of the groups but the first, later."""
+        return ((168, 168), (168, 216), (128, 160))[self.groups - 1]
+
+
+AnyTiles = Gemv | Several | Tiles | Stream | Ring | Wide
 
 
 @cache
