@@ -18,6 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from modelrunner.kernels.linear.ring import _copy, _first_of, _gated, _meet
 
 TALL = gl.constexpr(64)  # rows of weights that a group multiplies
+PIECE = gl.constexpr(32)  # rows of x whose sums it stores at a time
 
 
 @gluon.jit
@@ -55,22 +56,34 @@ def _ask_for_input(x_desc, ring, full, free, row, column, turn, TILES: gl.conste
 
 
 @gluon.jit
+def _halves(total):
+    """Of [N, T], [N, :T / 2] and [N, T / 2:]."""
+    return total.reshape([total.shape[0], 2, total.shape[1] // 2]).permute([0, 2, 1]).split()
+
+
+@gluon.jit
 def _store(total, residual_ptr, out_ptr, part_ptr, part, first, row, T, N, residual_stride, ACT: gl.constexpr):
-    """A group's sums [TALL, BT] of outputs and rows: into part_ptr [parts, T, N], or finished into out."""
-    BT: gl.constexpr = total.shape[1]
-    if ACT != 0:
-        dtype: gl.constexpr = out_ptr.dtype.element_ty
-        gate, up = total.reshape([TALL // 16, 2, 8, BT]).permute([0, 2, 3, 1]).split()
-        total = _gated(gate.to(dtype), up.to(dtype), ACT).to(gl.float32).reshape([TALL // 2, BT])
-    n = first + gl.arange(0, total.shape[0], layout=gl.SliceLayout(1, total.type.layout))
-    t = row + gl.arange(0, BT, layout=gl.SliceLayout(0, total.type.layout))
-    inside = (t < T)[None, :] & (n < N)[:, None]
-    if part_ptr is not None:
-        gl.store(part_ptr + (part.to(gl.int64) * T + t)[None, :] * N + n[:, None], total, mask=inside)
+    """Sums [TALL, rows] of a group: into part_ptr [parts, T, N], or finished into out. In pieces, as not all addresses find a register."""
+    ROWS: gl.constexpr = total.shape[1]
+    if ROWS > PIECE:
+        left, right = _halves(total)
+        _store(left, residual_ptr, out_ptr, part_ptr, part, first, row, T, N, residual_stride, ACT)
+        _store(right, residual_ptr, out_ptr, part_ptr, part, first, row + ROWS // 2, T, N, residual_stride, ACT)
     else:
-        if residual_ptr is not None:
-            total += gl.load(residual_ptr + t.to(gl.int64)[None, :] * residual_stride + n[:, None], mask=inside, other=0.0).to(gl.float32)
-        gl.store(out_ptr + t.to(gl.int64)[None, :] * N + n[:, None], total.to(out_ptr.dtype.element_ty), mask=inside)
+        if ACT != 0:
+            dtype: gl.constexpr = out_ptr.dtype.element_ty
+            gate, up = total.reshape([TALL // 16, 2, 8, ROWS]).permute([0, 2, 3, 1]).split()
+            total = _gated(gate.to(dtype), up.to(dtype), ACT).to(gl.float32).reshape([TALL // 2, ROWS])
+        n = first + gl.arange(0, total.shape[0], layout=gl.SliceLayout(1, total.type.layout))
+        t = row + gl.arange(0, ROWS, layout=gl.SliceLayout(0, total.type.layout))
+        inside = (t < T)[None, :] & (n < N)[:, None]
+        if part_ptr is not None:
+            gl.store(part_ptr + (part.to(gl.int64) * T + t)[None, :] * N + n[:, None], total, mask=inside)
+        else:
+            if residual_ptr is not None:
+                at = residual_ptr + t.to(gl.int64)[None, :] * residual_stride + n[:, None]
+                total += gl.load(at, mask=inside, other=0.0).to(gl.float32)
+            gl.store(out_ptr + t.to(gl.int64)[None, :] * N + n[:, None], total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @gluon.jit
@@ -83,7 +96,7 @@ def _multiply(
     BT: gl.constexpr = x_ring.shape[1]
     OUTPUTS: gl.constexpr = TALL // 2 if ACT != 0 else TALL
     row = _first_of(0, TILES * BT)
-    first = _first_of(1, GROUPS * OUTPUTS)
+    first = _first_of(1, GROUPS * OUTPUTS, GROUP * OUTPUTS)
     part = _first_of(2, 1)
     if PDL:
         gdc_wait()  # the residual
@@ -102,7 +115,6 @@ def _multiply(
             total = warpgroup_mma_wait(1, deps=[total])
         _meet()  # the step before is done in all warps
         mbarrier.arrive(free.index((i + SLOTS - 1) % SLOTS), pred=i > 0)
-    first += GROUP * OUTPUTS
     if TILES == 2:
         total, other = warpgroup_mma_wait(0, deps=[total, other])
         _store(other, residual_ptr, out_ptr, part_ptr, part, first, row + BT, T, N, residual_stride, ACT)

@@ -2,8 +2,9 @@
 
 import sys
 import time
-from dataclasses import replace
+from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parent))
 import bench_products as b
 import torch
 from product_tiles import MODELS, default, short
