@@ -110,7 +110,7 @@ class Ring:
 class Wide:
     """Tiles of `wide_kernel`: `tiles` times bt rows and `groups` times 64 rows of weights a program, K in steps of bk and in `split` parts.
 
-    slots: steps' weights and input that shared memory has room for.
+    slots: steps' weights and input that shared memory has room for. registers: of a thread, when a program starts.
     """
 
     bt: int
@@ -119,11 +119,13 @@ class Wide:
     bk: int
     split: int
     slots: int
+    registers: int
+    diag: int = 0
 
     @property
-    def registers(self) -> tuple[int, int]:
-        """Of a thread when a program starts, all that a multiprocessor has; of one of the groups but the first, later."""
-        return ((168, 168), (168, 216), (128, 160))[self.groups - 1]
+    def later(self) -> int:
+        """Registers of a thread of a group, once the four warps with those that ask, which are idle but for two, gave most of theirs away."""
+        return (self.registers * (self.groups + 1) - 24) // (8 * self.groups) * 8
 
 
 AnyTiles = Gemv | Several | Tiles | Stream | Ring | Wide

@@ -15,7 +15,7 @@ ROOM = 231_000
 
 
 def wide(bt, tiles, groups, bk, split, cut=0):
-    return Wide(bt, tiles, groups, bk, split, ROOM // (2 * bk * (64 * groups + bt * tiles)) - cut)
+    return Wide(bt, tiles, groups, bk, split, ROOM // (2 * bk * (64 * groups + bt * tiles)) - cut, (168, 168, 128)[groups - 1])
 
 
 def name(c):
