@@ -188,7 +188,7 @@ def _launch_wide(
         w = _ring_blocks(weight, 64, tiles.bk)
     wide_kernel[(triton.cdiv(rows, tiles.bt * tiles.tiles), triton.cdiv(weight.shape[0], 64 * tiles.groups), tiles.split)](
         _ring_blocks(x, tiles.bt, tiles.bk), w, residual, out, parts, rows, outputs, _stride(residual), GROUPS=tiles.groups,
-        TILES=tiles.tiles, STEPS=inner // (tiles.bk * tiles.split), SLOTS=tiles.slots, OTHERS=tiles.later, DIAG=tiles.diag, ACT=extras.act, num_warps=4,
+        TILES=tiles.tiles, STEPS=inner // (tiles.bk * tiles.split), SLOTS=tiles.slots, OTHERS=tiles.later, ACT=extras.act, num_warps=4,
         maxnreg=tiles.registers, **pdl(x),
     )  # fmt: skip
 

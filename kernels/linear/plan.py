@@ -120,7 +120,6 @@ class Wide:
     split: int
     slots: int
     registers: int
-    diag: int = 0
 
     @property
     def later(self) -> int:

@@ -22,27 +22,24 @@ PIECE = gl.constexpr(32)  # rows of x whose sums it stores at a time
 
 
 @gluon.jit
-def _ask_for_weights(w_desc, ring, full, free, first, column, turn, GROUPS: gl.constexpr, STEPS: gl.constexpr, ACT: gl.constexpr, DIAG: gl.constexpr):
+def _ask_for_weights(w_desc, ring, full, free, first, column, turn, GROUPS: gl.constexpr, STEPS: gl.constexpr, ACT: gl.constexpr):
     """One warp: GROUPS tiles of weights a step, each [TALL, BK], or with ACT [TALL // 16, 2, 8, BK], into ring [slots * GROUPS, ...]."""
     SLOTS: gl.constexpr = ring.shape[0] // GROUPS
     BK: gl.constexpr = ring.shape[ring.rank - 1]
     for i in range(STEPS):
         slot = i % SLOTS
         mbarrier.wait(free.index(slot), (i // SLOTS + 1) & 1)
+        mbarrier.expect(full.index(slot), GROUPS * TALL * BK * 2)
         place = column + (i + turn) % STEPS * BK
-        if i < SLOTS or DIAG // 8 % 2 == 0:
-            mbarrier.expect(full.index(slot), GROUPS * TALL * BK * 2)
-            for g in gl.static_range(GROUPS):
-                if ACT != 0:
-                    _copy(w_desc, [first // 8 + g * (TALL // 16), 0, 0, place], full.index(slot), ring.index(slot * GROUPS + g))
-                else:
-                    _copy(w_desc, [first + g * TALL, place], full.index(slot), ring.index(slot * GROUPS + g))
-        else:
-            mbarrier.arrive(full.index(slot))
+        for g in gl.static_range(GROUPS):
+            if ACT != 0:
+                _copy(w_desc, [first // 8 + g * (TALL // 16), 0, 0, place], full.index(slot), ring.index(slot * GROUPS + g))
+            else:
+                _copy(w_desc, [first + g * TALL, place], full.index(slot), ring.index(slot * GROUPS + g))
 
 
 @gluon.jit
-def _ask_for_input(x_desc, ring, full, free, row, column, turn, TILES: gl.constexpr, STEPS: gl.constexpr, PDL: gl.constexpr, DIAG: gl.constexpr):
+def _ask_for_input(x_desc, ring, full, free, row, column, turn, TILES: gl.constexpr, STEPS: gl.constexpr, PDL: gl.constexpr):
     """One warp: TILES tiles [BT, BK] of x a step into ring [slots * TILES, BT, BK]."""
     SLOTS: gl.constexpr = ring.shape[0] // TILES
     BT: gl.constexpr = ring.shape[1]
@@ -52,13 +49,10 @@ def _ask_for_input(x_desc, ring, full, free, row, column, turn, TILES: gl.conste
     for i in range(STEPS):
         slot = i % SLOTS
         mbarrier.wait(free.index(slot), (i // SLOTS + 1) & 1)
+        mbarrier.expect(full.index(slot), TILES * BT * BK * 2)
         place = column + (i + turn) % STEPS * BK
-        if i < SLOTS or DIAG % 2 == 0:
-            mbarrier.expect(full.index(slot), TILES * BT * BK * 2)
-            for tile in gl.static_range(TILES):
-                _copy(x_desc, [row + tile * BT, place], full.index(slot), ring.index(slot * TILES + tile))
-        else:
-            mbarrier.arrive(full.index(slot))
+        for tile in gl.static_range(TILES):
+            _copy(x_desc, [row + tile * BT, place], full.index(slot), ring.index(slot * TILES + tile))
 
 
 @gluon.jit
@@ -95,7 +89,7 @@ def _store(total, residual_ptr, out_ptr, part_ptr, part, first, row, T, N, resid
 @gluon.jit
 def _multiply(
     w_ring, x_ring, full, free, residual_ptr, out_ptr, part_ptr, T, N, residual_stride,
-    GROUP: gl.constexpr, GROUPS: gl.constexpr, TILES: gl.constexpr, STEPS: gl.constexpr, ACT: gl.constexpr, PDL: gl.constexpr, DIAG: gl.constexpr,
+    GROUP: gl.constexpr, GROUPS: gl.constexpr, TILES: gl.constexpr, STEPS: gl.constexpr, ACT: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Four warps: sums of the weights' tiles of their group times x's, and their way out."""
     SLOTS: gl.constexpr = x_ring.shape[0] // TILES
@@ -113,31 +107,26 @@ def _multiply(
         slot = i % SLOTS
         mbarrier.wait(full.index(slot), (i // SLOTS) & 1)
         w = w_ring.index(slot * GROUPS + GROUP)
-        if DIAG // 2 % 2 == 0:
-            total = warpgroup_mma(w, x_ring.index(slot * TILES).permute([1, 0]), total, is_async=True)
-            if TILES == 2:
-                other = warpgroup_mma(w, x_ring.index(slot * TILES + 1).permute([1, 0]), other, is_async=True)
-                total, other = warpgroup_mma_wait(2, deps=[total, other])
-            else:
-                total = warpgroup_mma_wait(1, deps=[total])
+        total = warpgroup_mma(w, x_ring.index(slot * TILES).permute([1, 0]), total, is_async=True)
+        if TILES == 2:
+            other = warpgroup_mma(w, x_ring.index(slot * TILES + 1).permute([1, 0]), other, is_async=True)
+            total, other = warpgroup_mma_wait(2, deps=[total, other])
+        else:
+            total = warpgroup_mma_wait(1, deps=[total])
         _meet()  # the step before is done in all warps
         mbarrier.arrive(free.index((i + SLOTS - 1) % SLOTS), pred=i > 0)
-    if DIAG // 2 % 2 == 0:
-        if TILES == 2:
-            total, other = warpgroup_mma_wait(0, deps=[total, other])
-        else:
-            total = warpgroup_mma_wait(0, deps=[total])
-    if DIAG // 4 % 2 == 1:
-        T = T - 1000
     if TILES == 2:
+        total, other = warpgroup_mma_wait(0, deps=[total, other])
         _store(other, residual_ptr, out_ptr, part_ptr, part, first, row + BT, T, N, residual_stride, ACT)
+    else:
+        total = warpgroup_mma_wait(0, deps=[total])
     _store(total, residual_ptr, out_ptr, part_ptr, part, first, row, T, N, residual_stride, ACT)
 
 
 @gluon.jit(do_not_specialize=["T"])
 def wide_kernel(
     x_desc, w_desc, residual_ptr, out_ptr, part_ptr, T, N, residual_stride,
-    GROUPS: gl.constexpr, TILES: gl.constexpr, STEPS: gl.constexpr, SLOTS: gl.constexpr, OTHERS: gl.constexpr, ACT: gl.constexpr, PDL: gl.constexpr, DIAG: gl.constexpr = 0,
+    GROUPS: gl.constexpr, TILES: gl.constexpr, STEPS: gl.constexpr, SLOTS: gl.constexpr, OTHERS: gl.constexpr, ACT: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """out [T, N] = residual + x @ w.T; with ACT the activation of gate (rows 0..N of w) and up (rows N..2N). Program (t, n, s): BT rows,
     GROUPS * 64 rows of w, part s of K, of STEPS times BK. Four warps.
@@ -172,9 +161,9 @@ def wide_kernel(
         gl.warp_specialize(
             [
                 (_multiply, (w_ring, x_ring, full, free, residual_ptr, out_ptr, part_ptr, T, N, residual_stride,
-                             ZERO, GROUPS, TILES, STEPS, ACT, PDL, DIAG)),
-                (_ask_for_weights, (w_desc, arrives, full, free, first, column, turn, GROUPS, STEPS, ACT, DIAG)),
-                (_ask_for_input, (x_desc, x_ring, full, free, row, column, turn, TILES, STEPS, PDL, DIAG)),
+                             ZERO, GROUPS, TILES, STEPS, ACT, PDL)),
+                (_ask_for_weights, (w_desc, arrives, full, free, first, column, turn, GROUPS, STEPS, ACT)),
+                (_ask_for_input, (x_desc, x_ring, full, free, row, column, turn, TILES, STEPS, PDL)),
             ],
             [1, 1],
             [24, 24],
@@ -183,11 +172,11 @@ def wide_kernel(
         gl.warp_specialize(
             [
                 (_multiply, (w_ring, x_ring, full, free, residual_ptr, out_ptr, part_ptr, T, N, residual_stride,
-                             ZERO, GROUPS, TILES, STEPS, ACT, PDL, DIAG)),
+                             ZERO, GROUPS, TILES, STEPS, ACT, PDL)),
                 (_multiply, (w_ring, x_ring, full, free, residual_ptr, out_ptr, part_ptr, T, N, residual_stride,
-                             ONE, GROUPS, TILES, STEPS, ACT, PDL, DIAG)),
-                (_ask_for_weights, (w_desc, arrives, full, free, first, column, turn, GROUPS, STEPS, ACT, DIAG)),
-                (_ask_for_input, (x_desc, x_ring, full, free, row, column, turn, TILES, STEPS, PDL, DIAG)),
+                             ONE, GROUPS, TILES, STEPS, ACT, PDL)),
+                (_ask_for_weights, (w_desc, arrives, full, free, first, column, turn, GROUPS, STEPS, ACT)),
+                (_ask_for_input, (x_desc, x_ring, full, free, row, column, turn, TILES, STEPS, PDL)),
             ],
             [4, 1, 1],
             [OTHERS, 24, 24],
@@ -196,13 +185,13 @@ def wide_kernel(
         gl.warp_specialize(
             [
                 (_multiply, (w_ring, x_ring, full, free, residual_ptr, out_ptr, part_ptr, T, N, residual_stride,
-                             ZERO, GROUPS, TILES, STEPS, ACT, PDL, DIAG)),
+                             ZERO, GROUPS, TILES, STEPS, ACT, PDL)),
                 (_multiply, (w_ring, x_ring, full, free, residual_ptr, out_ptr, part_ptr, T, N, residual_stride,
-                             ONE, GROUPS, TILES, STEPS, ACT, PDL, DIAG)),
+                             ONE, GROUPS, TILES, STEPS, ACT, PDL)),
                 (_multiply, (w_ring, x_ring, full, free, residual_ptr, out_ptr, part_ptr, T, N, residual_stride,
-                             TWO, GROUPS, TILES, STEPS, ACT, PDL, DIAG)),
-                (_ask_for_weights, (w_desc, arrives, full, free, first, column, turn, GROUPS, STEPS, ACT, DIAG)),
-                (_ask_for_input, (x_desc, x_ring, full, free, row, column, turn, TILES, STEPS, PDL, DIAG)),
+                             TWO, GROUPS, TILES, STEPS, ACT, PDL)),
+                (_ask_for_weights, (w_desc, arrives, full, free, first, column, turn, GROUPS, STEPS, ACT)),
+                (_ask_for_input, (x_desc, x_ring, full, free, row, column, turn, TILES, STEPS, PDL)),
             ],
             [4, 4, 1, 1],
             [OTHERS, OTHERS, 24, 24],
