@@ -18,7 +18,8 @@ STREAMS = 90  # programs that keep memory busy, each with a full pipeline,
 PROCESSORS = 132  # and as many as there may be of them
 PIPELINE = 224_000  # bytes of shared memory for it
 RING = 230_000  # the same for rings,
-RING_ROWS = range(16, 33)  # which pay for so many rows
+RING_ROWS = range(16, 33)  # which pay for so many rows;
+WIDE_ROWS = range(65, 129)  # for so many, wide ones of gate and up
 HEAD = 2**16  # outputs of a product that is the model's head
 
 
@@ -121,9 +122,13 @@ class Wide:
     slots: int
     registers: int
 
+    def outputs(self, gated: bool) -> int:
+        """Of a program."""
+        return self.groups * (32 if gated else 64)
+
     @property
     def later(self) -> int:
-        """Registers of a thread of a group, once the four warps with those that ask, which are idle but for two, gave most of theirs away."""
+        """Registers of a thread of a group, once the four warps two of which ask gave most of theirs away."""
         return (self.registers * (self.groups + 1) - 24) // (8 * self.groups) * 8
 
 
@@ -152,7 +157,11 @@ def plan(
         return _many(rows, outputs, inner, gated) if streams and rows in MANY_ROWS and weights in MANY else None
     if weights >= LARGE:
         if streams and outputs < HEAD:
-            tiles = _ring(rows, outputs, inner, gated) if rings and rows in RING_ROWS else None
+            tiles: AnyTiles | None = None
+            if rings and rows in RING_ROWS:
+                tiles = _ring(rows, outputs, inner, gated)
+            elif rings and rows in WIDE_ROWS and gated:
+                tiles = _wide(outputs, inner)
             return tiles or _stream(rows, outputs, inner, gated)
         return None if norm else _large(rows, outputs, inner, streams)
     if streams and norm and not gated and 32 < rows <= 64 and 60 <= outputs // 64 <= PROCESSORS and inner % 128 == 0:
@@ -225,6 +234,13 @@ def _ring(rows: int, outputs: int, inner: int, gated: bool) -> Ring | None:
     weights, x = 2 * bk * bn * (2 if gated else 1), 2 * bk * bt
     x_slots = min(4, RING // (weights + x))
     return Ring(bt, bn, bk, split, 4, (RING - x_slots * x) // weights, x_slots, 104 if gated else 64)
+
+
+def _wide(outputs: int, inner: int) -> Wide | None:
+    """Gate and up of so many outputs that all programs run at once: those of a stream, which are half as tall, would take two waves."""
+    tiles = Wide(128, 1, 3, 64, 1, 5, 96)
+    programs = -(-outputs // tiles.outputs(True))
+    return tiles if outputs % 8 == 0 and inner % tiles.bk == 0 and STREAMS <= programs <= PROCESSORS else None
 
 
 def _many(rows: int, outputs: int, inner: int, gated: bool) -> Stream | None:

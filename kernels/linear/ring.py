@@ -87,20 +87,20 @@ def _store(total, up, residual_ptr, out_ptr, part_ptr, part, first, row, T, N, r
 
 
 @gluon.jit
-def _first_of(AXIS: gl.constexpr, SIZE: gl.constexpr, MORE: gl.constexpr = 0):
-    """program_id(AXIS) * SIZE + MORE, where it stands: what the compiler moves between the last products and the wait for them makes it
-    wait for each of them."""
+def _first_of(AXIS: gl.constexpr, SIZE: gl.constexpr):
+    """program_id(AXIS) * SIZE, where it stands: what the compiler moves between the last products and the wait for them makes it wait for
+    each of them."""
     if AXIS == 0:
         return gl.inline_asm_elementwise(
-            "mov.u32 $0, %ctaid.x; mad.lo.u32 $0, $0, $1, $2;", "=&r,r,r", [SIZE, MORE], dtype=gl.int32, is_pure=False, pack=1
+            "mov.u32 $0, %ctaid.x; mul.lo.u32 $0, $0, $1;", "=&r,r", [SIZE], dtype=gl.int32, is_pure=False, pack=1
         )
     elif AXIS == 1:
         return gl.inline_asm_elementwise(
-            "mov.u32 $0, %ctaid.y; mad.lo.u32 $0, $0, $1, $2;", "=&r,r,r", [SIZE, MORE], dtype=gl.int32, is_pure=False, pack=1
+            "mov.u32 $0, %ctaid.y; mul.lo.u32 $0, $0, $1;", "=&r,r", [SIZE], dtype=gl.int32, is_pure=False, pack=1
         )
     else:
         return gl.inline_asm_elementwise(
-            "mov.u32 $0, %ctaid.z; mad.lo.u32 $0, $0, $1, $2;", "=&r,r,r", [SIZE, MORE], dtype=gl.int32, is_pure=False, pack=1
+            "mov.u32 $0, %ctaid.z; mul.lo.u32 $0, $0, $1;", "=&r,r", [SIZE], dtype=gl.int32, is_pure=False, pack=1
         )
 
 

@@ -18,12 +18,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from modelrunner.kernels.linear.ring import _copy, _first_of, _gated, _meet
 
 TALL = gl.constexpr(64)  # rows of weights that a group multiplies
-PIECE = gl.constexpr(32)  # rows of x whose sums it stores at a time
+PIECE = gl.constexpr(16)  # rows of x whose sums it stores at a time
 
 
 @gluon.jit
 def _ask_for_weights(w_desc, ring, full, free, first, column, turn, GROUPS: gl.constexpr, STEPS: gl.constexpr, ACT: gl.constexpr):
-    """One warp: GROUPS tiles of weights a step, each [TALL, BK], or with ACT [TALL // 16, 2, 8, BK], into ring [slots * GROUPS, ...]."""
+    """One warp: GROUPS tiles of weights a step into ring [slots * GROUPS, TALL, BK]."""
     SLOTS: gl.constexpr = ring.shape[0] // GROUPS
     BK: gl.constexpr = ring.shape[ring.rank - 1]
     for i in range(STEPS):
@@ -32,10 +32,12 @@ def _ask_for_weights(w_desc, ring, full, free, first, column, turn, GROUPS: gl.c
         mbarrier.expect(full.index(slot), GROUPS * TALL * BK * 2)
         place = column + (i + turn) % STEPS * BK
         for g in gl.static_range(GROUPS):
+            tile = ring.index(slot * GROUPS + g)
             if ACT != 0:
-                _copy(w_desc, [first // 8 + g * (TALL // 16), 0, 0, place], full.index(slot), ring.index(slot * GROUPS + g))
+                at = [first // 8 + g * (TALL // 16), 0, 0, place]
+                _copy(w_desc, at, full.index(slot), tile.reshape([TALL // 16, 2, 8, BK]))
             else:
-                _copy(w_desc, [first + g * TALL, place], full.index(slot), ring.index(slot * GROUPS + g))
+                _copy(w_desc, [first + g * TALL, place], full.index(slot), tile)
 
 
 @gluon.jit
@@ -87,6 +89,18 @@ def _store(total, residual_ptr, out_ptr, part_ptr, part, first, row, T, N, resid
 
 
 @gluon.jit
+def _number(GROUP: gl.constexpr):
+    """GROUP, by an instruction that no other group has, lest the compiler give the groups one end, wait for the last products included: it
+    would make them wait for each of them."""
+    if GROUP == 0:
+        return gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    elif GROUP == 1:
+        return gl.inline_asm_elementwise("mov.u32 $0, 1;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    else:
+        return gl.inline_asm_elementwise("mov.u32 $0, 2;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def _multiply(
     w_ring, x_ring, full, free, residual_ptr, out_ptr, part_ptr, T, N, residual_stride,
     GROUP: gl.constexpr, GROUPS: gl.constexpr, TILES: gl.constexpr, STEPS: gl.constexpr, ACT: gl.constexpr, PDL: gl.constexpr,
@@ -96,7 +110,7 @@ def _multiply(
     BT: gl.constexpr = x_ring.shape[1]
     OUTPUTS: gl.constexpr = TALL // 2 if ACT != 0 else TALL
     row = _first_of(0, TILES * BT)
-    first = _first_of(1, GROUPS * OUTPUTS, GROUP * OUTPUTS)
+    first = _first_of(1, GROUPS * OUTPUTS)
     part = _first_of(2, 1)
     if PDL:
         gdc_wait()  # the residual
@@ -117,16 +131,19 @@ def _multiply(
         mbarrier.arrive(free.index((i + SLOTS - 1) % SLOTS), pred=i > 0)
     if TILES == 2:
         total, other = warpgroup_mma_wait(0, deps=[total, other])
-        _store(other, residual_ptr, out_ptr, part_ptr, part, first, row + BT, T, N, residual_stride, ACT)
     else:
         total = warpgroup_mma_wait(0, deps=[total])
+    first += _number(GROUP) * OUTPUTS
+    if TILES == 2:
+        _store(other, residual_ptr, out_ptr, part_ptr, part, first, row + BT, T, N, residual_stride, ACT)
     _store(total, residual_ptr, out_ptr, part_ptr, part, first, row, T, N, residual_stride, ACT)
 
 
 @gluon.jit(do_not_specialize=["T"])
 def wide_kernel(
     x_desc, w_desc, residual_ptr, out_ptr, part_ptr, T, N, residual_stride,
-    GROUPS: gl.constexpr, TILES: gl.constexpr, STEPS: gl.constexpr, SLOTS: gl.constexpr, OTHERS: gl.constexpr, ACT: gl.constexpr, PDL: gl.constexpr,
+    GROUPS: gl.constexpr, TILES: gl.constexpr, STEPS: gl.constexpr, SLOTS: gl.constexpr, OTHERS: gl.constexpr, ACT: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """out [T, N] = residual + x @ w.T; with ACT the activation of gate (rows 0..N of w) and up (rows N..2N). Program (t, n, s): BT rows,
     GROUPS * 64 rows of w, part s of K, of STEPS times BK. Four warps.
@@ -150,9 +167,6 @@ def wide_kernel(
     for slot in gl.static_range(SLOTS):
         mbarrier.init(full.index(slot), count=2)
         mbarrier.init(free.index(slot), count=GROUPS)
-    arrives = w_ring
-    if ACT != 0:
-        arrives = w_ring._reinterpret(x_desc.dtype, [SLOTS * GROUPS, TALL // 16, 2, 8, BK], w_desc.layout)
     # Constants go into a tuple where it is written: a name for it would make plain numbers of them.
     ZERO: gl.constexpr = 0
     ONE: gl.constexpr = 1
@@ -162,7 +176,7 @@ def wide_kernel(
             [
                 (_multiply, (w_ring, x_ring, full, free, residual_ptr, out_ptr, part_ptr, T, N, residual_stride,
                              ZERO, GROUPS, TILES, STEPS, ACT, PDL)),
-                (_ask_for_weights, (w_desc, arrives, full, free, first, column, turn, GROUPS, STEPS, ACT)),
+                (_ask_for_weights, (w_desc, w_ring, full, free, first, column, turn, GROUPS, STEPS, ACT)),
                 (_ask_for_input, (x_desc, x_ring, full, free, row, column, turn, TILES, STEPS, PDL)),
             ],
             [1, 1],
@@ -175,7 +189,7 @@ def wide_kernel(
                              ZERO, GROUPS, TILES, STEPS, ACT, PDL)),
                 (_multiply, (w_ring, x_ring, full, free, residual_ptr, out_ptr, part_ptr, T, N, residual_stride,
                              ONE, GROUPS, TILES, STEPS, ACT, PDL)),
-                (_ask_for_weights, (w_desc, arrives, full, free, first, column, turn, GROUPS, STEPS, ACT)),
+                (_ask_for_weights, (w_desc, w_ring, full, free, first, column, turn, GROUPS, STEPS, ACT)),
                 (_ask_for_input, (x_desc, x_ring, full, free, row, column, turn, TILES, STEPS, PDL)),
             ],
             [4, 1, 1],
@@ -190,7 +204,7 @@ def wide_kernel(
                              ONE, GROUPS, TILES, STEPS, ACT, PDL)),
                 (_multiply, (w_ring, x_ring, full, free, residual_ptr, out_ptr, part_ptr, T, N, residual_stride,
                              TWO, GROUPS, TILES, STEPS, ACT, PDL)),
-                (_ask_for_weights, (w_desc, arrives, full, free, first, column, turn, GROUPS, STEPS, ACT)),
+                (_ask_for_weights, (w_desc, w_ring, full, free, first, column, turn, GROUPS, STEPS, ACT)),
                 (_ask_for_input, (x_desc, x_ring, full, free, row, column, turn, TILES, STEPS, PDL)),
             ],
             [4, 4, 1, 1],

@@ -9,10 +9,10 @@ from itertools import product as product_of
 import torch
 
 from modelrunner.kernels.linear.launch import RINGS as HAS_RINGS
-from modelrunner.kernels.linear.plan import Gemv, Ring, Several, Stream, Tiles, plan
+from modelrunner.kernels.linear.plan import Gemv, Ring, Several, Stream, Tiles, Wide, plan
 
 BYTES_PER_US = 4.29e6
-Config = Gemv | Several | Tiles | Stream | Ring | None
+Config = Gemv | Several | Tiles | Stream | Ring | Wide | None
 RINGS = (115_500, 230_000)  # the same for rings
 SHARED = (112_000, 224_000)  # bytes of shared memory that a program's pipeline may fill: with two programs a multiprocessor, and with one
 
@@ -206,6 +206,8 @@ def short(config: Config) -> str:
     if isinstance(config, Stream):
         first = f"early {config.early}" if config.early else f"a{config.ahead}"
         return f"stream {config.bn}x{config.bk}/{config.split} t{config.bt} w{config.warps} s{config.stages} {first}"
+    if isinstance(config, Wide):
+        return f"wide {config.tiles}x{config.bt} g{config.groups} k{config.bk}/{config.split} s{config.slots} r{config.registers}"
     if isinstance(config, Ring):
         shape = f"{config.bn}x{config.bk}/{config.split} t{config.bt} w{config.warps}"
         return f"ring {shape} s{config.w_slots}+{config.x_slots} r{config.registers}"

@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 from modelrunner.kernels.linear import launch
 from modelrunner.kernels.linear.gpu import BUILDS, OVERRIDES
 from modelrunner.kernels.linear.launch import Extras
-from modelrunner.kernels.linear.plan import Gemv, Ring, Several, Stream, Tiles, added, plan
+from modelrunner.kernels.linear.plan import Gemv, Ring, Several, Stream, Tiles, Wide, added, plan
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 # The chain rounds its intermediate results; the fused form does not.
@@ -174,6 +174,12 @@ def test_the_kernels_depend_on_shapes_alone() -> None:
     assert isinstance(plan(32, 6144, 4096, 16, False, True, False, rings=True), Stream)
     assert plan(16, 4096, 4096, 16, False, False, False, rings=True) == Ring(16, 64, 256, 2, 4, 6, 4, 64)
     assert all(isinstance(plan(rows, 4096, 4096, 16, False, False, False, rings=True), Stream) for rows in (15, 33))
+    assert plan(65, 12288, 4096, 16, True, True, False, rings=True) == Wide(128, 1, 3, 64, 1, 5, 96)
+    assert plan(128, 12288, 4096, 16, True, True, False, rings=True) == Wide(128, 1, 3, 64, 1, 5, 96)
+    assert isinstance(plan(64, 12288, 4096, 16, True, True, False, rings=True), Stream)
+    assert isinstance(plan(128, 12288, 4096, 16, True, True, False), Stream)
+    assert isinstance(plan(128, 14336, 4096, 16, True, True, False, rings=True), Stream)  # two waves
+    assert isinstance(plan(128, 4096, 12288, 16, False, False, False, rings=True), Stream)
     half = plan(8, 4096, 1024, 16, False, True, True)
     assert isinstance(half, Tiles)
     assert not half.fused_norm
@@ -235,6 +241,23 @@ def test_a_ring_fits_in_shared_memory() -> None:
             else:
                 assert isinstance(tiles, Stream)
     assert {(4096, 4096, False), (4096, 12288, False), (12288, 4096, True)} <= set(found)
+
+
+def test_a_wide_ring_fits_in_shared_memory_and_registers() -> None:
+    """All programs run at once, and a thread of a group has room for its sums and what else there is, when its time has come."""
+    found = []
+    for outputs in range(8192, 16384, 8):
+        tiles = plan(100, outputs, 4096, 16, True, True, False, rings=True)
+        if isinstance(tiles, Wide):
+            found.append(outputs)
+            assert 2 * tiles.slots * tiles.bk * (64 * tiles.groups + tiles.bt * tiles.tiles) + 16 * tiles.slots <= 232_448
+            assert 90 <= -(-outputs // tiles.outputs(True)) <= 132
+            threads = 128 * (tiles.groups + 1)
+            assert tiles.registers * threads <= 65_536
+            assert 128 * (tiles.groups * tiles.later + 24) <= tiles.registers * threads
+            assert tiles.later >= tiles.tiles * tiles.bt // 2 + 40
+    assert {9728, 12288} <= set(found)
+    assert max(found) == 12672
 
 
 def test_a_device_without_dependent_launches_has_a_pipeline() -> None:
