@@ -136,7 +136,7 @@ def _gluon_build(
     pointers = {"residual_ptr": f"*{dtype}", "out_ptr": f"*{dtype}", "part_ptr": "*fp32"}
     signature = blocks | {name: of for name, of in pointers.items() if name not in none} | _NUMBERS
     constants = constants | {"ACT": SILU if kind == "gated" else 0, "STEPS": inner // (tiles.bk * tiles.split), "PDL": True}
-    spills = 32 if isinstance(tiles, Wide) else 0  # of Triton 3.9, in the end
+    spills = 0 if isinstance(tiles, Ring) else 32 if tiles.tiles == 1 else 256  # of Triton 3.9, after the last product
     constants = constants | dict.fromkeys(none)
     return Build(kernel, signature, constants, warps, 3, spills, _DIVISIBLE, capabilities=(90,), registers=tiles.registers)
 
@@ -168,7 +168,8 @@ if RINGS:
 
     LARGE_PRODUCTS = (("add", 4096, 4096), ("gated", 12288, 4096), ("add", 4096, 12288))
     BUILDS += [build for product in LARGE_PRODUCTS for build in builds(product[0], 32, *product[1:], rings=True)]
-    BUILDS += builds("gated", 128, 12288, 4096, rings=True)
+    BUILDS += [build for rows in (64, 128, 256) for build in builds("gated", rows, 12288, 4096, rings=True)]
+    BUILDS += builds("norm", 64, 6144, 4096, rings=True) + builds("add", 64, 4096, 12288, rings=True)
 
 
 def fixed_builds(outputs: int, inner: int, dtype: str = "bf16", weight: str = "") -> list[Build]:

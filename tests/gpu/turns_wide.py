@@ -7,7 +7,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import bench_products as b
 from product_tiles import MODELS, default, short
 
-from modelrunner.kernels.linear.plan import Stream, Wide, _stream
+from modelrunner.kernels.linear.plan import Wide, _stream, plan
 
 
 def W(bt, tiles, groups, bk, split, slots, registers):
@@ -17,30 +17,22 @@ def W(bt, tiles, groups, bk, split, slots, registers):
 def main():
     bench = b.Bench(MODELS["8b"])
     p = {p.name: p for p in bench.model.products}
-    g64 = {"gate_up": W(64, 1, 3, 64, 1, 6, 72)}
-    d64 = {"down": W(64, 1, 1, 128, 2, 6, 72)}
-    q64 = {"qkv": W(64, 1, 1, 128, 1, 6, 72)}
-    stream = {"gate_up": _stream(128, 12288, 4096, True)}
+    none = {q.name: plan(64, q.outputs, q.inner, 16, q.kind == "gated", q.kind in ("norm", "gated"), False) for q in bench.model.products[:4]}
+    many = {"gate_up": W(128, 2, 3, 64, 1, 4, 128)}
+    old = {rows: {"gate_up": _stream(rows, 12288, 4096, True)} for rows in (72, 96, 128)} | {rows: {"gate_up": None} for rows in (224, 240, 256)}
     plans = {
         64: [
-            {}, g64, g64 | d64, g64 | {"down": W(64, 1, 2, 64, 4, 9, 72)}, g64 | d64 | q64, g64 | d64 | {"qkv": W(64, 1, 1, 256, 1, 3, 72)},
-            g64 | q64 | {"down": W(64, 1, 1, 256, 2, 3, 72)},
-            g64 | {"down": W(64, 1, 1, 128, 2, 5, 72), "qkv": W(64, 1, 1, 128, 1, 5, 72)},
-            d64 | q64 | {"gate_up": W(64, 1, 2, 128, 1, 4, 72)}, d64 | q64 | {"gate_up": W(64, 1, 3, 128, 1, 3, 72)},
-            d64 | q64 | {"gate_up": W(64, 1, 3, 64, 1, 6, 96)}, g64 | q64 | {"down": W(64, 1, 2, 128, 4, 4, 72)},
+            none, {}, {"down": W(64, 1, 1, 128, 2, 7, 72)}, {"qkv": W(64, 1, 1, 128, 1, 7, 72)}, {"o": W(64, 1, 1, 256, 2, 3, 72)},
+            {"o": W(64, 1, 1, 128, 2, 5, 72)}, {"o": W(64, 1, 1, 64, 2, 12, 72)}, {"gate_up": W(64, 1, 3, 128, 1, 3, 96)},
+            {"gate_up": W(64, 1, 2, 128, 1, 4, 72)}, {"down": W(64, 1, 1, 128, 2, 6, 168), "qkv": W(64, 1, 1, 128, 1, 6, 168)},
+            {"o": W(64, 1, 3, 128, 4, 3, 72)}, {"down": W(64, 1, 3, 128, 6, 3, 72)},
         ],
-        128: [stream, {"gate_up": W(128, 1, 3, 64, 1, 5, 96)}, {"gate_up": W(128, 1, 3, 64, 1, 5, 128)}, {"gate_up": W(128, 1, 3, 64, 1, 4, 96)}],
-        256: [{}, {"gate_up": W(128, 2, 3, 64, 1, 4, 128)}],
-        192: [{}, {"gate_up": W(128, 2, 3, 64, 1, 4, 128)}, {"gate_up": W(64, 2, 3, 64, 1, 5, 96)}],
-        160: [{}, {"gate_up": W(128, 2, 3, 64, 1, 4, 128)}],
-        40: [{}, g64 | d64 | q64],
-        32: [
-            {}, {"gate_up": W(32, 1, 3, 64, 1, 8, 64)}, {"gate_up": W(32, 1, 2, 128, 1, 5, 64)}, {"qkv": W(32, 1, 1, 256, 1, 4, 64)},
-            {"qkv": W(32, 1, 1, 128, 1, 9, 64)}, {"down": W(32, 1, 1, 256, 2, 4, 64)}, {"down": W(32, 1, 2, 128, 4, 5, 64)},
-            {"gate_up": W(32, 1, 3, 128, 1, 4, 64)},
-        ],
+        34: [none, {}], 48: [none, {}],
+        128: [old[128], {}, {"qkv": W(128, 1, 1, 128, 1, 4, 96)}, {"down": W(128, 1, 1, 128, 2, 4, 96)}, {"down": W(128, 1, 2, 128, 4, 3, 96)}],
+        96: [old[96], {}], 72: [old[72], {}],
+        224: [old[224], many], 240: [old[240], many], 256: [old[256], many],
     }  # fmt: skip
-    jobs = [("8b", q, rows, c) for rows, changes in plans.items() for change in changes for q, c in change.items()]
+    jobs = [("8b", q, rows, c) for rows, changes in plans.items() for change in changes for q, c in change.items() if c]
     jobs += [("8b", q.name, rows, default(q, rows)) for rows in plans for q in bench.model.products[:4] if default(q, rows)]
     b.compile_all(list(dict.fromkeys(jobs)), 14)
     print("compiled", flush=True)
@@ -51,10 +43,9 @@ def main():
             if not e < 6e-3:
                 wrong.add((rows, q, c))
                 print("WRONG", q, rows, short(c), e, flush=True)
-    none = dict.fromkeys(p)
     hot = time.time() + 2
     while time.time() < hot:
-        bench.chain(256, none)
+        bench.chain(256, dict.fromkeys(p))
     for rows, changes in plans.items():
         changes = [c for c in changes if not any((rows, q, w) in wrong for q, w in c.items())]
         base = {q.name: default(q, rows) for q in bench.model.products[:4]}
