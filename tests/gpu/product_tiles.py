@@ -143,6 +143,18 @@ def rings(product: Product, rows: int) -> Iterator[Ring]:
                     yield Ring(bt, bn, bk, split, warps, w_slots, x_slots, registers)
 
 
+def wides(product: Product, rows: int) -> Iterator[Wide]:
+    """Wide rings that fill shared memory, or leave room for programs beside them, in about one wave."""
+    bt, tiles = (min(128, max(16, 1 << (rows - 1).bit_length())), 1 if rows <= 128 else 2)
+    for groups, bk, split in product_of((1, 2, 3), (64, 128, 256), (1, 2, 4, 6)):
+        if product.inner % (bk * split) or (product.kind == "gated" and (split > 1 or product.outputs % 8)):
+            continue
+        most = RINGS[1] // (2 * bk * (64 * groups + bt * tiles))
+        programs = -(-product.weight_shape[0] // (64 * groups)) * split * -(-rows // (bt * tiles))
+        for slots in range(max(2, most - 1), most + 1) if 90 <= programs <= 132 else ():
+            yield Wide(bt, tiles, groups, bk, split, slots, 128 if tiles == 2 else 96 if bt == 128 else 72)
+
+
 def heads(rows: int) -> list[Config]:
     """For a head: many more programs than run at once."""
     if rows <= 4:
@@ -171,6 +183,8 @@ def candidates(product: Product, rows: int, only_streams: bool = False, only_few
         return
     if rows > 8 or not product.small:
         yield from streams(product, rows)
+    if rows > 32 and not product.small and HAS_RINGS:
+        yield from wides(product, rows)
     if product.weight_shape[0] * product.inner >= 2**26 or (only_streams and rows > 8):
         return
     for bt in {min(top, max(16, 1 << (rows - 1).bit_length())) for top in (32, 64)}:
