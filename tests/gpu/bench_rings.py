@@ -110,7 +110,7 @@ def checks() -> None:
 
 
 def bench_case(case: str) -> None:
-    layers = RingLayers(decode.lengths_of(case))
+    layers = RingLayers(decode.lengths_of(case), decode.LAYERS)
     base = bench.graph_us(lambda: layers.run(None), decode.LAYERS, 5)
     qkv = [torch.randn(layers.x.shape[0], (decode.HEADS + 2 * KV_HEADS) * DIM, device=bench.DEVICE).to(bench.DTYPE) for _ in range(4)]
     line = f"{case}: {layers.x.shape[0]} rows, floor {layers.bytes / bench.BYTES_PER_S * 1e6:.1f}, layer without {base:.1f} |"
