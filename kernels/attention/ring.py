@@ -11,13 +11,8 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 # Names of Triton 3.6, and newer ones.
@@ -28,15 +23,16 @@ LOWEST = gl.constexpr(-1.0e30)
 LOG2E = gl.constexpr(1.4426950408889634)
 KEYS = gl.constexpr(64)  # of a buffer
 HALF = gl.constexpr(64)  # of a head's values, which a copy brings
+ROWS = gl.constexpr(gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0]))  # of what a unit begins and ends with, [8, HALF]
 
 
 @gluon.jit
-def _as_tiles(boxes, COUNT: gl.constexpr):
-    """The ring's boxes [.., PAGE, HALF], which lie one after the other, as tiles [COUNT, KEYS, HALF]."""
+def _seen_as(boxes, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
+    """The same memory in another shape."""
     if hasattr(boxes, "_reinterpret"):
-        return boxes._reinterpret(boxes.dtype, [COUNT, KEYS, HALF], boxes.layout)
+        return boxes._reinterpret(boxes.dtype, SHAPE, LAYOUT)
     else:
-        return boxes.reinterpret(boxes.dtype, [COUNT, KEYS, HALF], boxes.layout)
+        return boxes.reinterpret(boxes.dtype, SHAPE, LAYOUT)
 
 
 @gluon.jit
@@ -97,125 +93,110 @@ def _ask(
 
 
 @gluon.jit
-def _normed(a, b, weight_ptr, dim, eps, D: gl.constexpr, HAS_NORM: gl.constexpr):
-    """Both halves [B, D / 2] of heads, normed as `kernels.norm.reference.rms_norm` does, in float32."""
+def _normed(a, b, first, second, eps, D: gl.constexpr, HAS_NORM: gl.constexpr):
+    """Both halves [B, D / 2] of heads, normed as `kernels.norm.reference.rms_norm` does, in float32. first, second: the weight's halves."""
     dtype: gl.constexpr = a.dtype
     a = a.to(gl.float32)
     b = b.to(gl.float32)
     if HAS_NORM:
         factor = gl.rsqrt(gl.sum(a * a + b * b, 1) / D + eps)[:, None]
-        first = gl.load(weight_ptr + dim)[None, :]
-        second = gl.load(weight_ptr + HALF + dim)[None, :]
         if first.dtype == gl.float32:
-            a = (a * factor * first).to(dtype).to(gl.float32)
-            b = (b * factor * second).to(dtype).to(gl.float32)
+            a = (a * factor * first[None, :]).to(dtype).to(gl.float32)
+            b = (b * factor * second[None, :]).to(dtype).to(gl.float32)
         else:
-            a = ((a * factor).to(dtype).to(gl.float32) * first.to(gl.float32)).to(dtype).to(gl.float32)
-            b = ((b * factor).to(dtype).to(gl.float32) * second.to(gl.float32)).to(dtype).to(gl.float32)
+            a = ((a * factor).to(dtype).to(gl.float32) * first[None, :].to(gl.float32)).to(dtype).to(gl.float32)
+            b = ((b * factor).to(dtype).to(gl.float32) * second[None, :].to(gl.float32)).to(dtype).to(gl.float32)
     return a, b
 
 
 @gluon.jit
-def _begin_unit(
-    qkv_ptr, cache_ptr, q_norm_ptr, k_norm_ptr, cos_sin_ptr, slots_ptr, q_ring, row, head, query_len, whole_end, factor, eps,
-    qkv_token, page_rows, cos_sin_token,
-    NUM_KV: gl.constexpr, GROUP: gl.constexpr, PAGE: gl.constexpr, D: gl.constexpr, HAS_NORM: gl.constexpr, LAYOUT: gl.constexpr,
+def _new_token(
+    n, piece, qkv_ptr, cos_sin_ptr, slots_ptr, query_len_ptr, seq_len_ptr, qkv_token, cos_sin_token, N,
+    NUM_KV: gl.constexpr, GROUP: gl.constexpr, PAGE: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
-    """Queries, normed and rotated, into q_ring [2, 8, HALF]; the part with the row's end (whole_end) keeps the new key and value, too.
-
-    Returns sums [HALF, 8] of both halves, largest [8] and total [KEYS, 8], of the new key alone.
-    """
-    B: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
-    m = gl.arange(0, 8, layout=gl.SliceLayout(1, B))
-    dim = gl.arange(0, HALF, layout=gl.SliceLayout(0, B))
-    every = gl.zeros([8, 1], gl.int32, B)
+    """The piece's n-th unit, and its row's queries, key, value and angles as they are, halves of each [8, HALF]."""
+    m = gl.arange(0, 8, layout=gl.SliceLayout(1, ROWS))
+    dim = gl.arange(0, HALF, layout=gl.SliceLayout(0, ROWS))
+    this, row, first, end, keys, last = _nth(
+        n, piece[0], piece[1], piece[2], piece[3], piece[4], query_len_ptr, seq_len_ptr, N, PAGE
+    )  # fmt: skip
+    head = gl.minimum(this // N, NUM_KV - 1)
     token = qkv_ptr + row.to(gl.int64) * qkv_token
-    head_at = token + ((head * GROUP + m) * D)[:, None] + dim[None, :]
-    new_at = token + (NUM_KV * GROUP + head) * D + every + dim[None, :]
+    every = gl.zeros([8, 1], gl.int32, ROWS)
+    q_at = token + ((head * GROUP + m) * D)[:, None] + dim[None, :]
+    k_at = token + (NUM_KV * GROUP + head) * D + every + dim[None, :]
     ok = (m < GROUP)[:, None] & (dim < HALF)[None, :]
     turns = cos_sin_ptr + row.to(gl.int64) * cos_sin_token + dim
-    wide = gl.arange(0, HALF, layout=gl.SliceLayout(1, LAYOUT))
-    value_at = token + (NUM_KV * GROUP + NUM_KV + head) * D
-    slot = gl.load(slots_ptr + row)
-    a = gl.load(head_at, mask=ok, other=0.0)
-    b = gl.load(head_at + HALF, mask=ok, other=0.0)
-    c = gl.load(new_at)
-    d = gl.load(new_at + HALF)
-    v0 = gl.load(value_at + wide)
-    v1 = gl.load(value_at + HALF + wide)
-    v_a = gl.load(value_at + every + dim[None, :])
-    v_b = gl.load(value_at + HALF + every + dim[None, :])
-    cos = gl.load(turns)[None, :]
-    sin = gl.load(turns + HALF)[None, :]
-    dtype: gl.constexpr = a.dtype
-    a, b = _normed(a, b, q_norm_ptr, dim, eps, D, HAS_NORM)
-    c, d = _normed(c, d, k_norm_ptr, dim, eps, D, HAS_NORM)
-    q_a = (a * cos - b * sin).to(dtype)
-    q_b = (b * cos + a * sin).to(dtype)
-    k_a = (c * cos - d * sin).to(dtype)
-    k_b = (d * cos + c * sin).to(dtype)
-    q_ring.index(0).store(q_a)
-    q_ring.index(1).store(q_b)
-    place = cache_ptr + (slot // PAGE * page_rows + slot % PAGE) * (2 * NUM_KV * D) + head * D + every + dim[None, :]
-    write = whole_end & (slot >= 0) & (m == 0)[:, None] & (dim < HALF)[None, :]
-    gl.store(place, k_a, mask=write)
-    gl.store(place + HALF, k_b, mask=write)
-    gl.store(place + NUM_KV * D, v_a, mask=write)
-    gl.store(place + NUM_KV * D + HALF, v_b, mask=write)
-    score = gl.sum(q_a.to(gl.float32) * k_a.to(gl.float32) + q_b.to(gl.float32) * k_b.to(gl.float32), 1) * factor
-    there = whole_end & (query_len > 0)
-    largest = gl.where(there, gl.convert_layout(score, gl.SliceLayout(0, LAYOUT)), LOWEST)
-    zeros = gl.zeros([HALF, 8], gl.float32, LAYOUT)
-    acc0 = gl.where(there, zeros + v0.to(gl.float32)[:, None], 0.0)
-    acc1 = gl.where(there, zeros + v1.to(gl.float32)[:, None], 0.0)
-    total = gl.where(there & (wide == 0)[:, None], zeros + 1.0, 0.0)
-    return acc0, acc1, largest, total
+    q = (gl.load(q_at, mask=ok, other=0.0), gl.load(q_at + HALF, mask=ok, other=0.0))
+    k = (gl.load(k_at), gl.load(k_at + HALF))
+    v = (gl.load(k_at + NUM_KV * D), gl.load(k_at + NUM_KV * D + HALF))
+    turn = (gl.load(turns), gl.load(turns + HALF))
+    return (this, row, head, first, end, keys, last, gl.load(query_len_ptr + row), gl.load(slots_ptr + row)), q, k, v, turn
 
 
 @gluon.jit
-def _clear_values(v, first_key, end):
-    """Zeros for values [KEYS, HALF] of keys that are not there: no number, times zero, is none."""
-    B: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    key = first_key + gl.arange(0, KEYS, layout=gl.SliceLayout(1, B))
-    x = v.load(B)
-    v.store(gl.where((key < end)[:, None], x, gl.zeros([KEYS, HALF], x.dtype, B)))
+def _joined(acc, largest, sums, acc_tile, sums_tile):
+    """Sums of the four warps together: acc [4, 16, HALF] twice, largest and sums [4, 16] -> [8, HALF] twice, [8], [8], in ROWS."""
+    FOUR: gl.constexpr = gl.BlockedLayout([4, 1, 4], [1, 2, 16], [1, 4, 1], [2, 1, 0])
+    low, high = gl.split(gl.permute(gl.reshape(largest, [4, 2, 8]), [0, 2, 1]))
+    sums_tile.index(0).store(low)
+    low, high = gl.split(gl.permute(gl.reshape(sums, [4, 2, 8]), [0, 2, 1]))
+    sums_tile.index(1).store(low)
+    low, high = gl.split(gl.permute(gl.reshape(acc[0], [4, 2, 8, HALF]), [0, 2, 3, 1]))
+    acc_tile.store(low)
+    _meet()
+    tops = sums_tile.index(0).load(gl.SliceLayout(2, FOUR))
+    top = gl.max(tops, 0)
+    share = gl.exp2(tops - top[None, :])
+    total = gl.sum(sums_tile.index(1).load(gl.SliceLayout(2, FOUR)) * share, 0)
+    acc0 = gl.sum(acc_tile.load(FOUR) * share[:, :, None], 0)
+    _meet()
+    low, high = gl.split(gl.permute(gl.reshape(acc[1], [4, 2, 8, HALF]), [0, 2, 3, 1]))
+    acc_tile.store(low)
+    _meet()
+    acc1 = gl.sum(acc_tile.load(FOUR) * share[:, :, None], 0)
+    return (
+        gl.convert_layout(acc0, ROWS),
+        gl.convert_layout(acc1, ROWS),
+        gl.convert_layout(top, gl.SliceLayout(1, ROWS)),
+        gl.convert_layout(total, gl.SliceLayout(1, ROWS)),
+    )
 
 
 @gluon.jit
-def _add_parts(outputs_ptr, sums_ptr, first, parts, GROUP: gl.constexpr, D: gl.constexpr, LAYOUT: gl.constexpr):
-    """Sums of a unit's parts, in their order: as `_begin_unit` returns them, but for total [8]."""
-    m = gl.arange(0, 8, layout=gl.SliceLayout(0, LAYOUT))
-    wide = gl.arange(0, HALF, layout=gl.SliceLayout(1, LAYOUT))
-    within = m[None, :] * D + wide[:, None]
-    ok = (m < GROUP)[None, :] & (wide < HALF)[:, None]
-    acc0 = gl.zeros([HALF, 8], gl.float32, LAYOUT)
-    acc1 = gl.zeros([HALF, 8], gl.float32, LAYOUT)
-    largest = gl.full([8], LOWEST, gl.float32, gl.SliceLayout(0, LAYOUT))
-    total = gl.zeros([8], gl.float32, gl.SliceLayout(0, LAYOUT))
+def _add_parts(outputs_ptr, sums_ptr, first, parts, GROUP: gl.constexpr, D: gl.constexpr):
+    """Sums [8, HALF] of a unit's parts, in their order, and their total [8]."""
+    m = gl.arange(0, 8, layout=gl.SliceLayout(1, ROWS))
+    dim = gl.arange(0, HALF, layout=gl.SliceLayout(0, ROWS))
+    ok = (m < GROUP)[:, None] & (dim < HALF)[None, :]
+    acc0 = gl.zeros([8, HALF], gl.float32, ROWS)
+    acc1 = gl.zeros([8, HALF], gl.float32, ROWS)
+    largest = gl.full([8], LOWEST, gl.float32, gl.SliceLayout(1, ROWS))
+    total = gl.zeros([8], gl.float32, gl.SliceLayout(1, ROWS))
     for part in range(parts):
         slot = 2 * (first + part) + (part < parts - 1).to(gl.int32)
         its_largest = gl.load(sums_ptr + slot * 16 + m, cache_modifier=".cg")
         its_total = gl.load(sums_ptr + slot * 16 + 8 + m, cache_modifier=".cg")
-        output = outputs_ptr + slot * (GROUP * D) + within
+        output = outputs_ptr + slot * (GROUP * D) + m[:, None] * D + dim[None, :]
         x0 = gl.load(output, mask=ok, other=0.0, cache_modifier=".cg")
         x1 = gl.load(output + HALF, mask=ok, other=0.0, cache_modifier=".cg")
         new = gl.maximum(largest, its_largest)
         shrink = gl.exp2(largest - new)
         its_shrink = gl.exp2(its_largest - new)
-        acc0 = acc0 * shrink[None, :] + x0 * its_shrink[None, :]
-        acc1 = acc1 * shrink[None, :] + x1 * its_shrink[None, :]
+        acc0 = acc0 * shrink[:, None] + x0 * its_shrink[:, None]
+        acc1 = acc1 * shrink[:, None] + x1 * its_shrink[:, None]
         total = total * shrink + its_total * its_shrink
         largest = new
     return acc0, acc1, total
 
 
 @gluon.jit
-def _keep_part(acc0, acc1, largest, total, outputs_ptr, sums_ptr, slot, GROUP: gl.constexpr, D: gl.constexpr, LAYOUT: gl.constexpr):
+def _keep_part(acc0, acc1, largest, total, outputs_ptr, sums_ptr, slot, GROUP: gl.constexpr, D: gl.constexpr):
     """A part's sums into its slot."""
-    m = gl.arange(0, 8, layout=gl.SliceLayout(0, LAYOUT))
-    wide = gl.arange(0, HALF, layout=gl.SliceLayout(1, LAYOUT))
-    ok = (m < GROUP)[None, :] & (wide < HALF)[:, None]
-    output = outputs_ptr + slot * (GROUP * D) + m[None, :] * D + wide[:, None]
+    m = gl.arange(0, 8, layout=gl.SliceLayout(1, ROWS))
+    dim = gl.arange(0, HALF, layout=gl.SliceLayout(0, ROWS))
+    ok = (m < GROUP)[:, None] & (dim < HALF)[None, :]
+    output = outputs_ptr + slot * (GROUP * D) + m[:, None] * D + dim[None, :]
     gl.store(output, acc0, mask=ok)
     gl.store(output + HALF, acc1, mask=ok)
     gl.store(sums_ptr + slot * 16 + m, largest)
@@ -223,87 +204,128 @@ def _keep_part(acc0, acc1, largest, total, outputs_ptr, sums_ptr, slot, GROUP: g
 
 
 @gluon.jit
-def _store_unit(acc0, acc1, total, query_len, out_ptr, GROUP: gl.constexpr, D: gl.constexpr, LAYOUT: gl.constexpr):
+def _store_unit(acc0, acc1, total, query_len, out_ptr, GROUP: gl.constexpr, D: gl.constexpr):
     """A unit's result to out_ptr, where its row's first query head begins."""
-    m = gl.arange(0, 8, layout=gl.SliceLayout(0, LAYOUT))
-    wide = gl.arange(0, HALF, layout=gl.SliceLayout(1, LAYOUT))
-    ok = (m < GROUP)[None, :] & (wide < HALF)[:, None]
-    factor = gl.where((total > 0.0) & (query_len > 0), 1.0 / total, 0.0)[None, :]
+    m = gl.arange(0, 8, layout=gl.SliceLayout(1, ROWS))
+    dim = gl.arange(0, HALF, layout=gl.SliceLayout(0, ROWS))
+    ok = (m < GROUP)[:, None] & (dim < HALF)[None, :]
+    factor = gl.where((total > 0.0) & (query_len > 0), 1.0 / total, 0.0)[:, None]
     dtype: gl.constexpr = out_ptr.dtype.element_ty
-    at = out_ptr + m[None, :] * D + wide[:, None]
+    at = out_ptr + m[:, None] * D + dim[None, :]
     gl.store(at, (acc0 * factor).to(dtype), mask=ok)
     gl.store(at + HALF, (acc1 * factor).to(dtype), mask=ok)
 
 
 @gluon.jit
 def _attend(
-    ring, tiles, full, free, q_ring, p_tile, qkv_ptr, cache_ptr, out_ptr, borders_ptr, arrivals_ptr, outputs_ptr, sums_ptr,
-    query_len_ptr, seq_len_ptr, q_norm_ptr, k_norm_ptr, cos_sin_ptr, slots_ptr, scale, eps, qkv_token, page_rows, cos_sin_token, N,
+    tiles, full, free, q_boxes, q_tiles, acc_tile, sums_tile, qkv_ptr, cache_ptr, out_ptr, borders_ptr, arrivals_ptr, outputs_ptr,
+    sums_ptr, query_len_ptr, seq_len_ptr, q_norm_ptr, k_norm_ptr, cos_sin_ptr, slots_ptr, scale, eps, qkv_token, page_rows,
+    cos_sin_token, N,
     NUM_KV: gl.constexpr, GROUP: gl.constexpr, PAGE: gl.constexpr, D: gl.constexpr, HAS_NORM: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """The other warps: attention over what has arrived."""
+    """The other warps: attention over what has arrived, each over a quarter of a buffer's keys, until a unit ends."""
     AT_ONCE: gl.constexpr = KEYS // PAGE
     SLOTS: gl.constexpr = tiles.shape[0] // 4
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, 8, 16])
-    key_of = gl.arange(0, KEYS, layout=gl.SliceLayout(1, LAYOUT))
+    dtype: gl.constexpr = tiles.dtype
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
+    A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    B: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    quarter = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, MMA)))[:, None, None] * 16
+    key_of = quarter + gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, MMA)))[None, None, :]
+    quarter = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, B)))[:, None, None] * 16
+    value_of = quarter + gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, B)))[None, :, None]
+    m = gl.arange(0, 8, layout=gl.SliceLayout(1, ROWS))
+    dim = gl.arange(0, HALF, layout=gl.SliceLayout(0, ROWS))
     factor = scale * LOG2E
-    unit, page, end_unit, end_page, cut, count = _piece(borders_ptr)
+    q_weight = (gl.load(q_norm_ptr + dim), gl.load(q_norm_ptr + HALF + dim))
+    k_weight = (gl.load(k_norm_ptr + dim), gl.load(k_norm_ptr + HALF + dim))
+    for half in gl.static_range(2):  # queries that are none
+        q_boxes.index(half * 2 + 1).store(gl.zeros([8, HALF], dtype, ROWS))
+    piece = _piece(borders_ptr)
+    count = piece[5]
     if PDL:
         gdc_wait()
     turn = 0
+    following = _new_token(
+        0, piece, qkv_ptr, cos_sin_ptr, slots_ptr, query_len_ptr, seq_len_ptr, qkv_token, cos_sin_token, N, NUM_KV, GROUP, PAGE, D
+    )
     for n in range(count):
-        this, row, first, end, keys, last = _nth(n, unit, page, end_unit, end_page, cut, query_len_ptr, seq_len_ptr, N, PAGE)
-        head = this // N
-        query_len = gl.load(query_len_ptr + row)
-        acc0, acc1, largest, total = _begin_unit(
-            qkv_ptr, cache_ptr, q_norm_ptr, k_norm_ptr, cos_sin_ptr, slots_ptr, q_ring, row, head, query_len, last == 0, factor, eps,
-            qkv_token, page_rows, cos_sin_token, NUM_KV, GROUP, PAGE, D, HAS_NORM, LAYOUT,
-        )  # fmt: skip
-        fence_async_shared()
+        what, q, k, v, turns = following
+        this, row, head, first, end, keys, last, query_len, place = what
+        q_a, q_b = _normed(q[0], q[1], q_weight[0], q_weight[1], eps, D, HAS_NORM)
+        k_a, k_b = _normed(k[0], k[1], k_weight[0], k_weight[1], eps, D, HAS_NORM)
+        cos = turns[0][None, :]
+        sin = turns[1][None, :]
+        new_q = ((q_a * cos - q_b * sin).to(dtype), (q_b * cos + q_a * sin).to(dtype))
+        new_k = ((k_a * cos - k_b * sin).to(dtype), (k_b * cos + k_a * sin).to(dtype))
+        q_boxes.index(0).store(new_q[0])
+        q_boxes.index(2).store(new_q[1])
         _meet()
+        q0 = q_tiles.index(0).load(gl.SliceLayout(0, A))[None, :, :] + gl.zeros([4, 16, HALF], dtype, A)
+        q1 = q_tiles.index(1).load(gl.SliceLayout(0, A))[None, :, :] + gl.zeros([4, 16, HALF], dtype, A)
+        # What the next unit starts with is on its way while this one's keys are attended to.
+        following = _new_token(
+            gl.minimum(n + 1, count - 1), piece, qkv_ptr, cos_sin_ptr, slots_ptr, query_len_ptr, seq_len_ptr, qkv_token, cos_sin_token, N,
+            NUM_KV, GROUP, PAGE, D,
+        )  # fmt: skip
+        acc0 = gl.zeros([4, 16, HALF], gl.float32, MMA)
+        acc1 = gl.zeros([4, 16, HALF], gl.float32, MMA)
+        largest = gl.full([4, 16], LOWEST, gl.float32, gl.SliceLayout(2, MMA))
+        total = gl.zeros([4, 16, 16], gl.float32, MMA)
         there = gl.minimum(keys, end * PAGE)
         for block in range(first, end, AT_ONCE):
             slot = turn % SLOTS
             mbarrier.wait(full.index(slot), (turn // SLOTS) & 1)
-            scores = gl.zeros([KEYS, 8], gl.float32, LAYOUT)
-            scores = warpgroup_mma(tiles.index(slot * 4), q_ring.index(0).permute([1, 0]), scores, use_acc=False, is_async=True)
-            scores = warpgroup_mma(tiles.index(slot * 4 + 1), q_ring.index(1).permute([1, 0]), scores, is_async=True)
-            scores = warpgroup_mma_wait(0, deps=[scores])
-            if (block + AT_ONCE) * PAGE > there:
-                _clear_values(tiles.index(slot * 4 + 2), block * PAGE, there)
-                _clear_values(tiles.index(slot * 4 + 3), block * PAGE, there)
-            scores = gl.where((block * PAGE + key_of < there)[:, None], scores * factor, float("-inf"))
-            new = gl.maximum(largest, gl.max(scores, 0))
-            weights = gl.exp2(scores - new[None, :])
-            shrink = gl.exp2(largest - new)[None, :]
+            scores = mma_v2(q0, tiles.index(slot * 4).permute([0, 2, 1]).load(B), gl.zeros([4, 16, 16], gl.float32, MMA))
+            scores += mma_v2(q1, tiles.index(slot * 4 + 1).permute([0, 2, 1]).load(B), gl.zeros([4, 16, 16], gl.float32, MMA))
+            scores = gl.where(block * PAGE + key_of < there, scores, float("-inf"))
+            new = gl.maximum(largest, gl.max(scores, 2) * factor)
+            weights = gl.exp2(scores * factor - new[:, :, None])
+            shrink = gl.exp2(largest - new)[:, :, None]
             largest = new
             total = total * shrink + weights
-            acc0 *= shrink
-            acc1 *= shrink
-            p_tile.store(gl.permute(weights.to(p_tile.dtype), [1, 0]))
-            fence_async_shared()
-            _meet()  # all warps have written, and are done with the block before
-            mbarrier.arrive(free.index((turn + SLOTS - 1) % SLOTS), pred=turn > 0)
-            p = p_tile.permute([1, 0])
-            acc0 = warpgroup_mma(tiles.index(slot * 4 + 2).permute([1, 0]), p, acc0, is_async=True)
-            acc1 = warpgroup_mma(tiles.index(slot * 4 + 3).permute([1, 0]), p, acc1, is_async=True)
-            acc0, acc1 = warpgroup_mma_wait(0, deps=[acc0, acc1])
+            v0 = tiles.index(slot * 4 + 2).load(B)
+            v1 = tiles.index(slot * 4 + 3).load(B)
+            _meet()
+            mbarrier.arrive(free.index(slot))
+            if (block + AT_ONCE) * PAGE > there:  # no number, times zero, is none
+                v0 = gl.where(block * PAGE + value_of < there, v0, gl.zeros([4, 16, HALF], dtype, B))
+                v1 = gl.where(block * PAGE + value_of < there, v1, gl.zeros([4, 16, HALF], dtype, B))
+            weights = gl.convert_layout(weights.to(dtype), A)
+            acc0 = mma_v2(weights, v0, acc0 * shrink)
+            acc1 = mma_v2(weights, v1, acc1 * shrink)
             turn += 1
 
-        sums = gl.sum(total, 0)
+        acc0, acc1, largest, sums = _joined((acc0, acc1), largest, gl.sum(total, 2), acc_tile, sums_tile)
+        if last == 0:  # the new key is the row's last
+            at = cache_ptr + (place // PAGE * page_rows + place % PAGE) * (2 * NUM_KV * D) + head * D + m[:, None] * 0 + dim[None, :]
+            write = (place >= 0) & (m == 0)[:, None] & (dim < HALF)[None, :]
+            gl.store(at, new_k[0], mask=write)
+            gl.store(at + HALF, new_k[1], mask=write)
+            gl.store(at + NUM_KV * D, v[0], mask=write)
+            gl.store(at + NUM_KV * D + HALF, v[1], mask=write)
+            products = new_q[0].to(gl.float32) * new_k[0].to(gl.float32) + new_q[1].to(gl.float32) * new_k[1].to(gl.float32)
+            score = gl.sum(products, 1) * factor
+            new = gl.maximum(largest, score)
+            shrink = gl.exp2(largest - new)
+            weight = gl.exp2(score - new)
+            acc0 = acc0 * shrink[:, None] + v[0].to(gl.float32) * weight[:, None]
+            acc1 = acc1 * shrink[:, None] + v[1].to(gl.float32) * weight[:, None]
+            sums = sums * shrink + weight
+            largest = new
         out = out_ptr + (row.to(gl.int64) * NUM_KV + head) * (GROUP * D)
         if (last == 0) & (first == 0):
-            _store_unit(acc0, acc1, sums, query_len, out, GROUP, D, LAYOUT)
+            _store_unit(acc0, acc1, sums, query_len, out, GROUP, D)
         else:
             border = borders_ptr + (gl.program_id(0) + last.to(gl.int32)) * 4
             starts = gl.load(border + 2)
             parts = gl.load(border + 3)
-            _keep_part(acc0, acc1, largest, sums, outputs_ptr, sums_ptr, 2 * gl.program_id(0) + last.to(gl.int32), GROUP, D, LAYOUT)
+            _keep_part(acc0, acc1, largest, sums, outputs_ptr, sums_ptr, 2 * gl.program_id(0) + last.to(gl.int32), GROUP, D)
             _meet()  # all threads' stores come before the one atomic
             arrived = gl.atomic_add(arrivals_ptr + this, 1, sem="acq_rel", scope="gpu")
             if arrived == parts - 1:
-                acc0, acc1, sums = _add_parts(outputs_ptr, sums_ptr, starts, parts, GROUP, D, LAYOUT)
-                _store_unit(acc0, acc1, sums, query_len, out, GROUP, D, LAYOUT)
+                acc0, acc1, sums = _add_parts(outputs_ptr, sums_ptr, starts, parts, GROUP, D)
+                _store_unit(acc0, acc1, sums, query_len, out, GROUP, D)
                 gl.store(arrivals_ptr + this, 0)  # for the next layer
 
 
@@ -321,10 +343,15 @@ def decode_ring(
     if PDL:
         gdc_launch_dependents()
     BOXES: gl.constexpr = 4 * KEYS // PAGE
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, order=[2, 1, 0])
+    CUBE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 3)
+    BOX: gl.constexpr = desc.layout
     ring = gl.allocate_shared_memory(desc.dtype, [SLOTS * BOXES, PAGE, HALF], desc.layout)
-    tiles = _as_tiles(ring, SLOTS * 4)
-    q_ring = gl.allocate_shared_memory(desc.dtype, [2, 8, HALF], desc.layout)
-    p_tile = gl.allocate_shared_memory(desc.dtype, [8, KEYS], desc.layout)
+    tiles = _seen_as(ring, [SLOTS * 4, 4, KEYS // 4, HALF], CUBE)
+    q_boxes = gl.allocate_shared_memory(desc.dtype, [4, 8, HALF], desc.layout)
+    q_tiles = _seen_as(q_boxes, [2, 16, HALF], BOX)
+    acc_tile = gl.allocate_shared_memory(gl.float32, [4, 8, HALF], FLAT)
+    sums_tile = gl.allocate_shared_memory(gl.float32, [2, 4, 8], gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0]))
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(SLOTS):
@@ -334,9 +361,9 @@ def decode_ring(
         [
             (
                 _attend,
-                (ring, tiles, full, free, q_ring, p_tile, qkv_ptr, cache_ptr, out_ptr, borders_ptr, arrivals_ptr, outputs_ptr, sums_ptr,
-                 query_len_ptr, seq_len_ptr, q_norm_ptr, k_norm_ptr, cos_sin_ptr, slots_ptr, scale, eps, qkv_token, page_rows,
-                 cos_sin_token, N, NUM_KV, GROUP, PAGE, D, HAS_NORM, PDL),
+                (tiles, full, free, q_boxes, q_tiles, acc_tile, sums_tile, qkv_ptr, cache_ptr, out_ptr, borders_ptr, arrivals_ptr,
+                 outputs_ptr, sums_ptr, query_len_ptr, seq_len_ptr, q_norm_ptr, k_norm_ptr, cos_sin_ptr, slots_ptr, scale, eps, qkv_token,
+                 page_rows, cos_sin_token, N, NUM_KV, GROUP, PAGE, D, HAS_NORM, PDL),
             ),
             (
                 _ask,
