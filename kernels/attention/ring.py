@@ -63,32 +63,39 @@ def _nth(n, unit, page, end_unit, end_page, cut, query_len_ptr, seq_len_ptr, N, 
 
 
 @gluon.jit
+def _numbers(table, block, end, page_rows, PAGE: gl.constexpr):
+    """Rows of the cache where a block's pages begin; past the end such as bring zeros."""
+    places = ()
+    for i in gl.static_range(KEYS // PAGE):
+        number = gl.load(table + block + i, mask=block + i < end, other=0)
+        places = places + (gl.where(block + i < end, number * page_rows, -PAGE),)
+    return places
+
+
+@gluon.jit
 def _ask(
     desc, ring, full, free, borders_ptr, query_len_ptr, seq_len_ptr, table_ptr, table_row, page_rows, N,
-    NUM_KV: gl.constexpr, PAGE: gl.constexpr, D: gl.constexpr,
+    PART: gl.constexpr, NUM_KV: gl.constexpr, PAGE: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
-    """One warp: pages of the piece into ring [slots * 4 * KEYS / PAGE, PAGE, HALF]: halves of keys, then of values."""
+    """One warp: a quarter of the piece's pages, halves of keys (PART 0 and 1) or of values, into ring [slots * 4 * KEYS / PAGE, PAGE, HALF]."""
     AT_ONCE: gl.constexpr = KEYS // PAGE
     SLOTS: gl.constexpr = ring.shape[0] // (4 * AT_ONCE)
-    unit, page, end_unit, end_page, cut, count = _piece(borders_ptr)
+    piece = _piece(borders_ptr)
     turn = 0
-    for n in range(count):
-        this, row, first, end, keys, _ = _nth(n, unit, page, end_unit, end_page, cut, query_len_ptr, seq_len_ptr, N, PAGE)
+    for n in range(piece[5]):
+        this, row, first, end, keys, _ = _nth(n, piece[0], piece[1], piece[2], piece[3], piece[4], query_len_ptr, seq_len_ptr, N, PAGE)
         end = gl.minimum(end, (keys + PAGE - 1) // PAGE)
-        column = this // N * D
+        column = this // N * D + PART // 2 * (NUM_KV * D) + PART % 2 * HALF
         table = table_ptr + row.to(gl.int64) * table_row
+        places = _numbers(table, first, end, page_rows, PAGE)
         for block in range(first, gl.maximum(end, first + 1), AT_ONCE):
             slot = turn % SLOTS
-            places = ()
-            for i in gl.static_range(AT_ONCE):
-                number = gl.load(table + block + i, mask=block + i < end, other=0)
-                places = places + (gl.where(block + i < end, number * page_rows, -PAGE),)  # past the end: zeros
+            following = _numbers(table, block + AT_ONCE, end, page_rows, PAGE)
             mbarrier.wait(free.index(slot), (turn // SLOTS + 1) & 1)
-            mbarrier.expect(full.index(slot), 4 * KEYS * HALF * 2)
+            mbarrier.expect(full.index(slot), KEYS * HALF * 2)
             for i in gl.static_range(AT_ONCE):
-                for part in gl.static_range(4):
-                    to = ring.index((slot * 4 + part) * AT_ONCE + i)
-                    _copy(desc, [places[i], column + (part // 2) * (NUM_KV * D) + part % 2 * HALF], full.index(slot), to)
+                _copy(desc, [places[i], column], full.index(slot), ring.index((slot * 4 + PART) * AT_ONCE + i))
+            places = following
             turn += 1
 
 
@@ -135,15 +142,22 @@ def _new_token(
 
 
 @gluon.jit
+def _as_factor(weights, LAYOUT: gl.constexpr):
+    """Weights [4, 16, 8] of 16 bits, as a product left them, as the next product's second factor: each warp turns two matrices of 8 x 8."""
+    turned = gl.inline_asm_elementwise(
+        "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [weights], dtype=weights.dtype, is_pure=False, pack=2
+    )
+    turned = gl.reshape(gl.permute(gl.reshape(turned, [4, 2, 8, 8]), [0, 1, 3, 2]), [4, 16, 8])
+    return gl.convert_layout(turned, LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
 def _joined(acc, largest, sums, acc_tile, sums_tile):
-    """Sums of the four warps together: acc [4, 16, HALF] twice, largest and sums [4, 16] -> [8, HALF] twice, [8], [8], in ROWS."""
+    """Sums of the four warps together: acc [4, HALF, 8] twice, largest and sums [4, 8] -> [8, HALF] twice, [8], [8], in ROWS."""
     FOUR: gl.constexpr = gl.BlockedLayout([4, 1, 4], [1, 2, 16], [1, 4, 1], [2, 1, 0])
-    low, high = gl.split(gl.permute(gl.reshape(largest, [4, 2, 8]), [0, 2, 1]))
-    sums_tile.index(0).store(low)
-    low, high = gl.split(gl.permute(gl.reshape(sums, [4, 2, 8]), [0, 2, 1]))
-    sums_tile.index(1).store(low)
-    low, high = gl.split(gl.permute(gl.reshape(acc[0], [4, 2, 8, HALF]), [0, 2, 3, 1]))
-    acc_tile.store(low)
+    sums_tile.index(0).store(largest)
+    sums_tile.index(1).store(sums)
+    acc_tile.store(gl.permute(acc[0], [0, 2, 1]))
     _meet()
     tops = sums_tile.index(0).load(gl.SliceLayout(2, FOUR))
     top = gl.max(tops, 0)
@@ -151,8 +165,7 @@ def _joined(acc, largest, sums, acc_tile, sums_tile):
     total = gl.sum(sums_tile.index(1).load(gl.SliceLayout(2, FOUR)) * share, 0)
     acc0 = gl.sum(acc_tile.load(FOUR) * share[:, :, None], 0)
     _meet()
-    low, high = gl.split(gl.permute(gl.reshape(acc[1], [4, 2, 8, HALF]), [0, 2, 3, 1]))
-    acc_tile.store(low)
+    acc_tile.store(gl.permute(acc[1], [0, 2, 1]))
     _meet()
     acc1 = gl.sum(acc_tile.load(FOUR) * share[:, :, None], 0)
     return (
@@ -218,7 +231,7 @@ def _store_unit(acc0, acc1, total, query_len, out_ptr, GROUP: gl.constexpr, D: g
 
 @gluon.jit
 def _attend(
-    tiles, full, free, q_boxes, q_tiles, acc_tile, sums_tile, qkv_ptr, cache_ptr, out_ptr, borders_ptr, arrivals_ptr, outputs_ptr,
+    tiles, full, free, q_tiles, acc_tile, sums_tile, qkv_ptr, cache_ptr, out_ptr, borders_ptr, arrivals_ptr, outputs_ptr,
     sums_ptr, query_len_ptr, seq_len_ptr, q_norm_ptr, k_norm_ptr, cos_sin_ptr, slots_ptr, scale, eps, qkv_token, page_rows,
     cos_sin_token, N,
     NUM_KV: gl.constexpr, GROUP: gl.constexpr, PAGE: gl.constexpr, D: gl.constexpr, HAS_NORM: gl.constexpr, PDL: gl.constexpr,
@@ -231,16 +244,14 @@ def _attend(
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     B: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     quarter = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, MMA)))[:, None, None] * 16
-    key_of = quarter + gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, MMA)))[None, None, :]
-    quarter = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, B)))[:, None, None] * 16
-    value_of = quarter + gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, B)))[None, :, None]
+    key_of = quarter + gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, MMA)))[None, :, None]
+    quarter = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, A)))[:, None, None] * 16
+    value_of = quarter + gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, A)))[None, None, :]
     m = gl.arange(0, 8, layout=gl.SliceLayout(1, ROWS))
     dim = gl.arange(0, HALF, layout=gl.SliceLayout(0, ROWS))
     factor = scale * LOG2E
     q_weight = (gl.load(q_norm_ptr + dim), gl.load(q_norm_ptr + HALF + dim))
     k_weight = (gl.load(k_norm_ptr + dim), gl.load(k_norm_ptr + HALF + dim))
-    for half in gl.static_range(2):  # queries that are none
-        q_boxes.index(half * 2 + 1).store(gl.zeros([8, HALF], dtype, ROWS))
     piece = _piece(borders_ptr)
     count = piece[5]
     if PDL:
@@ -258,45 +269,45 @@ def _attend(
         sin = turns[1][None, :]
         new_q = ((q_a * cos - q_b * sin).to(dtype), (q_b * cos + q_a * sin).to(dtype))
         new_k = ((k_a * cos - k_b * sin).to(dtype), (k_b * cos + k_a * sin).to(dtype))
-        q_boxes.index(0).store(new_q[0])
-        q_boxes.index(2).store(new_q[1])
+        q_tiles.index(0).store(new_q[0])
+        q_tiles.index(1).store(new_q[1])
         _meet()
-        q0 = q_tiles.index(0).load(gl.SliceLayout(0, A))[None, :, :] + gl.zeros([4, 16, HALF], dtype, A)
-        q1 = q_tiles.index(1).load(gl.SliceLayout(0, A))[None, :, :] + gl.zeros([4, 16, HALF], dtype, A)
+        q0 = q_tiles.index(0).permute([1, 0]).load(gl.SliceLayout(0, B))[None, :, :] + gl.zeros([4, HALF, 8], dtype, B)
+        q1 = q_tiles.index(1).permute([1, 0]).load(gl.SliceLayout(0, B))[None, :, :] + gl.zeros([4, HALF, 8], dtype, B)
         # What the next unit starts with is on its way while this one's keys are attended to.
         following = _new_token(
             gl.minimum(n + 1, count - 1), piece, qkv_ptr, cos_sin_ptr, slots_ptr, query_len_ptr, seq_len_ptr, qkv_token, cos_sin_token, N,
             NUM_KV, GROUP, PAGE, D,
         )  # fmt: skip
-        acc0 = gl.zeros([4, 16, HALF], gl.float32, MMA)
-        acc1 = gl.zeros([4, 16, HALF], gl.float32, MMA)
-        largest = gl.full([4, 16], LOWEST, gl.float32, gl.SliceLayout(2, MMA))
-        total = gl.zeros([4, 16, 16], gl.float32, MMA)
+        acc0 = gl.zeros([4, HALF, 8], gl.float32, MMA)
+        acc1 = gl.zeros([4, HALF, 8], gl.float32, MMA)
+        largest = gl.full([4, 8], LOWEST, gl.float32, gl.SliceLayout(1, MMA))
+        total = gl.zeros([4, 16, 8], gl.float32, MMA)
         there = gl.minimum(keys, end * PAGE)
         for block in range(first, end, AT_ONCE):
             slot = turn % SLOTS
             mbarrier.wait(full.index(slot), (turn // SLOTS) & 1)
-            scores = mma_v2(q0, tiles.index(slot * 4).permute([0, 2, 1]).load(B), gl.zeros([4, 16, 16], gl.float32, MMA))
-            scores += mma_v2(q1, tiles.index(slot * 4 + 1).permute([0, 2, 1]).load(B), gl.zeros([4, 16, 16], gl.float32, MMA))
+            scores = mma_v2(tiles.index(slot * 4).load(A), q0, gl.zeros([4, 16, 8], gl.float32, MMA))
+            scores += mma_v2(tiles.index(slot * 4 + 1).load(A), q1, gl.zeros([4, 16, 8], gl.float32, MMA))
             scores = gl.where(block * PAGE + key_of < there, scores, float("-inf"))
-            new = gl.maximum(largest, gl.max(scores, 2) * factor)
-            weights = gl.exp2(scores * factor - new[:, :, None])
-            shrink = gl.exp2(largest - new)[:, :, None]
+            new = gl.maximum(largest, gl.max(scores, 1) * factor)
+            weights = gl.exp2(scores * factor - new[:, None, :])
+            shrink = gl.exp2(largest - new)[:, None, :]
             largest = new
             total = total * shrink + weights
-            v0 = tiles.index(slot * 4 + 2).load(B)
-            v1 = tiles.index(slot * 4 + 3).load(B)
+            v0 = tiles.index(slot * 4 + 2).permute([0, 2, 1]).load(A)
+            v1 = tiles.index(slot * 4 + 3).permute([0, 2, 1]).load(A)
             _meet()
             mbarrier.arrive(free.index(slot))
             if (block + AT_ONCE) * PAGE > there:  # no number, times zero, is none
-                v0 = gl.where(block * PAGE + value_of < there, v0, gl.zeros([4, 16, HALF], dtype, B))
-                v1 = gl.where(block * PAGE + value_of < there, v1, gl.zeros([4, 16, HALF], dtype, B))
-            weights = gl.convert_layout(weights.to(dtype), A)
-            acc0 = mma_v2(weights, v0, acc0 * shrink)
-            acc1 = mma_v2(weights, v1, acc1 * shrink)
+                v0 = gl.where(block * PAGE + value_of < there, v0, gl.zeros([4, HALF, 16], dtype, A))
+                v1 = gl.where(block * PAGE + value_of < there, v1, gl.zeros([4, HALF, 16], dtype, A))
+            factors = _as_factor(weights.to(dtype), B)
+            acc0 = mma_v2(v0, factors, acc0 * shrink)
+            acc1 = mma_v2(v1, factors, acc1 * shrink)
             turn += 1
 
-        acc0, acc1, largest, sums = _joined((acc0, acc1), largest, gl.sum(total, 2), acc_tile, sums_tile)
+        acc0, acc1, largest, sums = _joined((acc0, acc1), largest, gl.sum(total, 1), acc_tile, sums_tile)
         if last == 0:  # the new key is the row's last
             at = cache_ptr + (place // PAGE * page_rows + place % PAGE) * (2 * NUM_KV * D) + head * D + m[:, None] * 0 + dim[None, :]
             write = (place >= 0) & (m == 0)[:, None] & (dim < HALF)[None, :]
@@ -345,31 +356,29 @@ def decode_ring(
     BOXES: gl.constexpr = 4 * KEYS // PAGE
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, order=[2, 1, 0])
     CUBE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 3)
-    BOX: gl.constexpr = desc.layout
     ring = gl.allocate_shared_memory(desc.dtype, [SLOTS * BOXES, PAGE, HALF], desc.layout)
     tiles = _seen_as(ring, [SLOTS * 4, 4, KEYS // 4, HALF], CUBE)
-    q_boxes = gl.allocate_shared_memory(desc.dtype, [4, 8, HALF], desc.layout)
-    q_tiles = _seen_as(q_boxes, [2, 16, HALF], BOX)
+    q_tiles = gl.allocate_shared_memory(desc.dtype, [2, 8, HALF], desc.layout)
     acc_tile = gl.allocate_shared_memory(gl.float32, [4, 8, HALF], FLAT)
     sums_tile = gl.allocate_shared_memory(gl.float32, [2, 4, 8], gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0]))
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(SLOTS):
-        mbarrier.init(full.index(slot), count=1)
+        mbarrier.init(full.index(slot), count=4)
         mbarrier.init(free.index(slot), count=1)
     gl.warp_specialize(
         [
             (
                 _attend,
-                (tiles, full, free, q_boxes, q_tiles, acc_tile, sums_tile, qkv_ptr, cache_ptr, out_ptr, borders_ptr, arrivals_ptr,
+                (tiles, full, free, q_tiles, acc_tile, sums_tile, qkv_ptr, cache_ptr, out_ptr, borders_ptr, arrivals_ptr,
                  outputs_ptr, sums_ptr, query_len_ptr, seq_len_ptr, q_norm_ptr, k_norm_ptr, cos_sin_ptr, slots_ptr, scale, eps, qkv_token,
                  page_rows, cos_sin_token, N, NUM_KV, GROUP, PAGE, D, HAS_NORM, PDL),
             ),
-            (
-                _ask,
-                (desc, ring, full, free, borders_ptr, query_len_ptr, seq_len_ptr, table_ptr, table_row, page_rows, N, NUM_KV, PAGE, D),
-            ),
+            (_ask, (desc, ring, full, free, borders_ptr, query_len_ptr, seq_len_ptr, table_ptr, table_row, page_rows, N, 0, NUM_KV, PAGE, D)),
+            (_ask, (desc, ring, full, free, borders_ptr, query_len_ptr, seq_len_ptr, table_ptr, table_row, page_rows, N, 1, NUM_KV, PAGE, D)),
+            (_ask, (desc, ring, full, free, borders_ptr, query_len_ptr, seq_len_ptr, table_ptr, table_row, page_rows, N, 2, NUM_KV, PAGE, D)),
+            (_ask, (desc, ring, full, free, borders_ptr, query_len_ptr, seq_len_ptr, table_ptr, table_row, page_rows, N, 3, NUM_KV, PAGE, D)),
         ],
-        [1],
-        [64],
+        [1, 1, 1, 1],
+        [40, 40, 40, 40],
     )  # fmt: skip

@@ -21,7 +21,7 @@ from modelrunner.kernels.attention.device import processors
 from modelrunner.kernels.attention.ring_rows import ring_rows
 
 DIM, PAGE, KV_HEADS = bench.DIM, bench.PAGE, bench.KV_HEADS
-SHAPES = [(1, 6, 168), (2, 3, 128)]  # programs a multiprocessor, buffers, registers
+SHAPES = [(1, 6, 168), (1, 6, 128), (2, 3, 128), (2, 3, 112)]  # programs a multiprocessor, buffers, registers
 
 
 class RingLayers(decode.Layers):
