@@ -22,18 +22,18 @@ BORDERS = 8  # of a program of the list
 
 @dataclass(frozen=True)
 class DealtRows:
-    """borders: [programs + 1, ENTRY] int32, see `deal_pages`. arrivals: [N * HK] int32, zeros between launches: parts of a unit that ended.
+    """query_len, seq_len: [N] int32. borders: [programs + 1, ENTRY] int32, see `deal_pages`. arrivals: [N * HK] int32, zeros between launches: parts of a unit that ended.
 
     outputs: [2 * programs, G, D] float32 and sums: [2 * programs, 2, 8] float32: what a program leaves of the units that it shares.
     """
 
     programs: int
+    query_len: torch.Tensor
+    seq_len: torch.Tensor
     borders: torch.Tensor
     arrivals: torch.Tensor
     outputs: torch.Tensor
     sums: torch.Tensor
-    query_len: torch.Tensor
-    seq_len: torch.Tensor
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -86,4 +86,4 @@ def deal_rows(programs: int, num_kv: int, group: int, dim: int, page: int, query
         borders, arrivals, query_len, seq_len, rows, programs,
         PAGE=page, NUM_KV=num_kv, LEAST=LEAST_PAGES, BLOCK_ROWS=next_power_of_2(rows), BLOCK=BORDERS,
     )  # fmt: skip
-    return DealtRows(programs, borders, arrivals, outputs, sums, query_len, seq_len)
+    return DealtRows(programs, query_len, seq_len, borders, arrivals, outputs, sums)

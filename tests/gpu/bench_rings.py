@@ -21,7 +21,7 @@ from modelrunner.kernels.attention.device import processors
 from modelrunner.kernels.attention.ring_rows import ring_rows
 
 DIM, PAGE, KV_HEADS = bench.DIM, bench.PAGE, bench.KV_HEADS
-SHAPES = [(1, 6, 168), (1, 6, 128), (2, 3, 128), (2, 3, 112)]  # programs a multiprocessor, buffers, registers
+SHAPES = [(2, 3, 128), (1, 6, 128), (1, 5, 128), (1, 4, 128), (1, 3, 128), (2, 2, 128)]  # programs a multiprocessor, buffers, registers
 
 
 class RingLayers(decode.Layers):
@@ -130,10 +130,44 @@ def bench_case(case: str) -> None:
     print(line, flush=True)
 
 
+def profile_case(case: str) -> None:
+    """When the kernels of a layer begin and end, on average over a graph's layers."""
+    from collections import defaultdict
+
+    layers = RingLayers(decode.lengths_of(case), decode.LAYERS)
+    for shape in (None, SHAPES[0]):
+        work = layers.step.work()
+        layers.deal(shape)
+        layers.run(work)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            layers.run(work)
+        graph.replay()
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as prof:
+            graph.replay()
+            torch.cuda.synchronize()
+        found = sorted((e.time_range.start, e.time_range.end, e.name) for e in prof.events() if e.device_type == torch.autograd.DeviceType.CUDA)
+        per = len(found) // decode.LAYERS
+        found = found[-per * decode.LAYERS :]
+        sums: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        chosen = range(4, decode.LAYERS - 1)
+        for layer in chosen:
+            zero = found[layer * per][0]
+            for i in range(per):
+                sums[i][0] += (found[layer * per + i][0] - zero) / len(chosen)
+                sums[i][1] += (found[layer * per + i][1] - zero) / len(chosen)
+        print(f"profile {case} {shape or 'shipped'}: {len(found)} kernels, layer {(found[(decode.LAYERS - 1) * per][0] - found[4 * per][0]) / (decode.LAYERS - 5):.1f} us")
+        for i in range(per):
+            print(f"    {sums[i][0]:7.2f} to {sums[i][1]:7.2f}  {found[8 * per + i][2][:50]}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--heads", type=int, default=16, help="16: Qwen3-0.6B; 32: 8B, of which 12 layers")
     parser.add_argument("--check", action="store_true")
+    parser.add_argument("--profile", action="store_true")
     parser.add_argument("cases", nargs="*")
     args = parser.parse_args()
     if args.check:
@@ -142,7 +176,7 @@ def main() -> None:
         decode.HEADS, decode.HIDDEN, decode.INNER, decode.LAYERS = 32, 4096, 12288, 12
         bench.make_step.__kwdefaults__["heads"] = (32, KV_HEADS, DIM)
     for case in args.cases:
-        bench_case(case)
+        (profile_case if args.profile else bench_case)(case)
 
 
 if __name__ == "__main__":
