@@ -15,47 +15,38 @@ import triton.language as tl
 
 from modelrunner.kernels.attention.device import next_power_of_2
 
-ENTRY = 4  # numbers of a border
+PIECE = 16  # numbers that say what a program's piece is, see `deal_pages`
+FIRST_PAGES = 4  # of its first pages
 LEAST_PAGES = 4  # of a program
-BORDERS = 8  # of a program of the list
+AT_ONCE = 8  # pieces of a program of the list
 
 
 @dataclass(frozen=True)
 class DealtRows:
-    """query_len, seq_len: [N] int32. borders: [programs + 1, ENTRY] int32, see `deal_pages`. arrivals: [N * HK] int32, zeros between launches: parts of a unit that ended.
+    """query_len, seq_len: [N] int32. pieces: [programs, PIECE] int32. arrivals: [N * HK] int32, zeros between launches: parts of a unit that
+    have ended.
 
-    outputs: [2 * programs, G, D] float32 and sums: [2 * programs, 2, 8] float32: what a program leaves of the units that it shares.
+    outputs: [2 * programs, G, D] float32 and sums: [2 * programs, 2, 8] float32: what a program leaves of the units that it shares, as the
+    last that has them, and as their first.
     """
 
     programs: int
     query_len: torch.Tensor
     seq_len: torch.Tensor
-    borders: torch.Tensor
+    pieces: torch.Tensor
     arrivals: torch.Tensor
     outputs: torch.Tensor
     sums: torch.Tensor
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def deal_pages(
-    borders_ptr, arrivals_ptr, query_len_ptr, seq_len_ptr, num_rows, programs,
-    PAGE: tl.constexpr, NUM_KV: tl.constexpr, LEAST: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Border p, where program p begins: unit (head * N + row), page within it, first program of that unit and programs that share it.
+@triton.jit
+def _border(p, ends, pages, rows, num_rows, active, NUM_KV: tl.constexpr):
+    """Where program p [P] begins: unit (head * N + row), page within it, first program of that unit and programs that share it, and row.
 
-    The last programs have nothing, where there are too few pages for all. A row without keys counts as one page.
+    ends, pages: [1, N] of rows. A head's pages are the last of ends.
     """
-    rows = tl.arange(0, BLOCK_ROWS)
-    there = rows < num_rows
-    keys = tl.load(seq_len_ptr + rows, mask=there, other=0) - tl.load(query_len_ptr + rows, mask=there, other=0)
-    pages = tl.where(there, tl.maximum(tl.cdiv(keys, PAGE), 1), 0)
-    ends = tl.cumsum(pages, 0)[None, :]
-    pages = pages[None, :]
     of_head = tl.sum(pages).to(tl.int64)
     total = of_head * NUM_KV
-    active = tl.minimum(tl.maximum(total // LEAST, 1), programs)
-
-    p = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     place = tl.minimum(p, active) * total // active
     head, rest = place // of_head, place % of_head
     before = ends <= rest[:, None]
@@ -65,25 +56,63 @@ def deal_pages(
     unit_begin = head * of_head + begin
     first = ((unit_begin + 1) * active - 1) // total
     last = ((unit_begin + size) * active - 1) // total
-    border, mask = borders_ptr + p * 4, p <= programs
-    tl.store(border, (head * num_rows + row).to(tl.int32), mask=mask)
-    tl.store(border + 1, (rest - begin).to(tl.int32), mask=mask)
-    tl.store(border + 2, first.to(tl.int32), mask=mask)
-    tl.store(border + 3, (last - first + 1).to(tl.int32), mask=mask)
+    return (head * num_rows + row).to(tl.int32), (rest - begin).to(tl.int32), first.to(tl.int32), (last - first + 1).to(tl.int32), row
+
+
+@triton.jit(do_not_specialize=["num_rows", "columns", "table_row"])
+def deal_pages(
+    pieces_ptr, arrivals_ptr, table_ptr, query_len_ptr, seq_len_ptr, num_rows, programs, columns, table_row,
+    PAGE: tl.constexpr, NUM_KV: tl.constexpr, LEAST: tl.constexpr, FIRST: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write what each program's piece is: where it begins and ends, each unit, page, first program and programs (`_border`); then what the
+    program starts with, lest it look that up: old keys of its first unit's row, and the numbers of its first FIRST pages.
+
+    The last programs have nothing, where there are too few pages for all. A row without keys counts as one page.
+    """
+    rows = tl.arange(0, BLOCK_ROWS)
+    there = rows < num_rows
+    keys = tl.load(seq_len_ptr + rows, mask=there, other=0) - tl.load(query_len_ptr + rows, mask=there, other=0)
+    pages = tl.where(there, tl.maximum(tl.cdiv(keys, PAGE), 1), 0)
+    ends = tl.cumsum(pages, 0)[None, :]
+    pages = pages[None, :]
+    active = tl.minimum(tl.maximum(tl.sum(pages) * NUM_KV // LEAST, 1), programs).to(tl.int64)
+    p = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = p < programs
+    unit, page, first, parts, row = _border(p, ends, pages, rows, num_rows, active, NUM_KV)
+    end_unit, end_page, end_first, end_parts, end_row = _border(p + 1, ends, pages, rows, num_rows, active, NUM_KV)
+    piece = pieces_ptr + p * 16
+    tl.store(piece, unit, mask=mask)
+    tl.store(piece + 1, page, mask=mask)
+    tl.store(piece + 2, first, mask=mask)
+    tl.store(piece + 3, parts, mask=mask)
+    tl.store(piece + 4, end_unit, mask=mask)
+    tl.store(piece + 5, end_page, mask=mask)
+    tl.store(piece + 6, end_first, mask=mask)
+    tl.store(piece + 7, end_parts, mask=mask)
+    # The unit that ends in another program comes first.
+    cut = end_page > tl.where(unit == end_unit, page, 0)
+    row = tl.where(cut, end_row, row)
+    page = tl.where(cut & (unit != end_unit), 0, page)
+    tl.store(piece + 8, tl.sum(tl.where(rows[None, :] == row[:, None], keys[None, :], 0), 1), mask=mask)
+    for i in tl.static_range(FIRST):
+        inside = mask & (page + i < columns) & (row < num_rows)
+        tl.store(piece + 9 + i, tl.load(table_ptr + row.to(tl.int64) * table_row + page + i, mask=inside, other=0), mask=mask)
     if tl.program_id(0) == 0:
-        for head_of in range(NUM_KV):
-            tl.store(arrivals_ptr + head_of * num_rows + rows, tl.zeros([BLOCK_ROWS], tl.int32), mask=there)
+        for head in range(NUM_KV):
+            tl.store(arrivals_ptr + head * num_rows + rows, tl.zeros([BLOCK_ROWS], tl.int32), mask=there)
 
 
-def deal_rows(programs: int, num_kv: int, group: int, dim: int, page: int, query_len: torch.Tensor, seq_len: torch.Tensor) -> DealtRows:
-    """N rows of one query each dealt out. query_len, seq_len: [N] int32."""
+def deal_rows(
+    programs: int, num_kv: int, group: int, dim: int, page: int, block_table: torch.Tensor, query_len: torch.Tensor, seq_len: torch.Tensor
+) -> DealtRows:
+    """N rows of one query each dealt out. block_table: [N, P] int32; query_len, seq_len: [N] int32."""
     rows, device = query_len.shape[0], query_len.device
-    borders = torch.empty((programs + 1, ENTRY), dtype=torch.int32, device=device)
+    pieces = torch.empty((programs, PIECE), dtype=torch.int32, device=device)
     arrivals = torch.empty(rows * num_kv, dtype=torch.int32, device=device)
     outputs = torch.empty((2 * programs, group, dim), dtype=torch.float32, device=device)
     sums = torch.empty((2 * programs, 2, 8), dtype=torch.float32, device=device)
-    deal_pages[(triton.cdiv(programs + 1, BORDERS),)](
-        borders, arrivals, query_len, seq_len, rows, programs,
-        PAGE=page, NUM_KV=num_kv, LEAST=LEAST_PAGES, BLOCK_ROWS=next_power_of_2(rows), BLOCK=BORDERS,
+    deal_pages[(triton.cdiv(programs, AT_ONCE),)](
+        pieces, arrivals, block_table, query_len, seq_len, rows, programs, block_table.shape[1], block_table.stride(0),
+        PAGE=page, NUM_KV=num_kv, LEAST=LEAST_PAGES, FIRST=FIRST_PAGES, BLOCK_ROWS=next_power_of_2(rows), BLOCK=AT_ONCE,
     )  # fmt: skip
-    return DealtRows(programs, query_len, seq_len, borders, arrivals, outputs, sums)
+    return DealtRows(programs, query_len, seq_len, pieces, arrivals, outputs, sums)

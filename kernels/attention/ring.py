@@ -36,66 +36,81 @@ def _seen_as(boxes, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _piece(borders_ptr):
+def _piece(pieces_ptr):
     """First unit and page of the program's piece, unit and page where it ends, whether that unit has pages of the piece, units in all."""
-    border = borders_ptr + gl.program_id(0) * 4
-    unit = gl.load(border)
-    page = gl.load(border + 1)
-    end_unit = gl.load(border + 4)
-    end_page = gl.load(border + 5)
+    piece = pieces_ptr + gl.program_id(0) * 16
+    unit = gl.load(piece)
+    page = gl.load(piece + 1)
+    end_unit = gl.load(piece + 4)
+    end_page = gl.load(piece + 5)
     cut = (end_page > gl.where(unit == end_unit, page, 0)).to(gl.int32)
     return unit, page, end_unit, end_page, cut, end_unit - unit + cut
 
 
 @gluon.jit
-def _nth(n, unit, page, end_unit, end_page, cut, query_len_ptr, seq_len_ptr, N, PAGE: gl.constexpr):
+def _nth(n, piece, N):
     """The piece's n-th unit: the one that ends elsewhere comes first, so that its other parts need not be waited for in the end.
 
-    Returns unit, row, first and end page, old keys of the row, and whether it ends elsewhere.
+    Returns unit, row, first page, and whether it ends elsewhere.
     """
-    last = (n == 0) & (cut == 1)
-    this = gl.where(last, end_unit, unit + n - cut)
-    row = this % N
-    keys = gl.load(seq_len_ptr + row) - gl.load(query_len_ptr + row)
-    first = gl.where(this == unit, page, 0)
-    end = gl.where(last, end_page, gl.maximum((keys + PAGE - 1) // PAGE, 1))
-    return this, row, first, end, keys, last
+    last = (n == 0) & (piece[4] == 1)
+    this = gl.where(last, piece[2], piece[0] + n - piece[4])
+    return this, this % N, gl.where(this == piece[0], piece[1], 0), last
 
 
 @gluon.jit
-def _numbers(table, block, end, page_rows, PAGE: gl.constexpr):
-    """Rows of the cache where a block's pages begin; past the end such as bring zeros."""
+def _places(numbers, block, end, page_rows, PAGE: gl.constexpr):
+    """Rows of the cache where a block's pages begin, by their numbers; past the end such as bring zeros."""
     places = ()
     for i in gl.static_range(KEYS // PAGE):
-        number = gl.load(table + block + i, mask=block + i < end, other=0)
-        places = places + (gl.where(block + i < end, number * page_rows, -PAGE),)
+        places = places + (gl.where(block + i < end, numbers[i] * page_rows, -PAGE),)
     return places
 
 
 @gluon.jit
+def _numbers(table, block, end, PAGE: gl.constexpr):
+    """Of a block's pages, as far as there are."""
+    numbers = ()
+    for i in gl.static_range(KEYS // PAGE):
+        numbers = numbers + (gl.load(table + block + i, mask=block + i < end, other=0),)
+    return numbers
+
+
+@gluon.jit
 def _ask(
-    desc, ring, full, free, borders_ptr, query_len_ptr, seq_len_ptr, table_ptr, table_row, page_rows, N,
-    PART: gl.constexpr, NUM_KV: gl.constexpr, PAGE: gl.constexpr, D: gl.constexpr,
+    desc, ring, full, free, pieces_ptr, query_len_ptr, seq_len_ptr, table_ptr, table_row, columns, page_rows, N,
+    PART: gl.constexpr, PARTS: gl.constexpr, NUM_KV: gl.constexpr, PAGE: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
-    """One warp: a quarter of the piece's pages, halves of keys (PART 0 and 1) or of values, into ring [slots * 4 * KEYS / PAGE, PAGE, HALF]."""
+    """One warp: a part of the piece's pages (of halves of keys and of values) into ring [slots * 4 * KEYS / PAGE, PAGE, HALF]."""
     AT_ONCE: gl.constexpr = KEYS // PAGE
     SLOTS: gl.constexpr = ring.shape[0] // (4 * AT_ONCE)
-    piece = _piece(borders_ptr)
+    piece = _piece(pieces_ptr)
+    _, row, first, last = _nth(0, piece, N)
+    this = gl.where(last, piece[2], piece[0])
+    keys = gl.load(pieces_ptr + gl.program_id(0) * 16 + 8)
+    numbers = _numbers(pieces_ptr + gl.program_id(0) * 16 + 9, 0, AT_ONCE, PAGE)
     turn = 0
     for n in range(piece[5]):
-        this, row, first, end, keys, _ = _nth(n, piece[0], piece[1], piece[2], piece[3], piece[4], query_len_ptr, seq_len_ptr, N, PAGE)
-        end = gl.minimum(end, (keys + PAGE - 1) // PAGE)
-        column = this // N * D + PART // 2 * (NUM_KV * D) + PART % 2 * HALF
+        end = (keys + PAGE - 1) // PAGE
+        end = gl.where(last, gl.minimum(piece[3], end), end)
+        places = _places(numbers, first, end, page_rows, PAGE)
+        begin = first
+        column = this // N * D
         table = table_ptr + row.to(gl.int64) * table_row
-        places = _numbers(table, first, end, page_rows, PAGE)
-        for block in range(first, gl.maximum(end, first + 1), AT_ONCE):
+        # What the next unit begins with is looked up meanwhile.
+        this, row, first, last = _nth(gl.minimum(n + 1, piece[5] - 1), piece, N)
+        keys = gl.load(seq_len_ptr + row) - gl.load(query_len_ptr + row)
+        numbers = _numbers(table_ptr + row.to(gl.int64) * table_row, first, columns, PAGE)
+        for block in range(begin, gl.maximum(end, begin + 1), AT_ONCE):
             slot = turn % SLOTS
-            following = _numbers(table, block + AT_ONCE, end, page_rows, PAGE)
+            following = _numbers(table, block + AT_ONCE, end, PAGE)
             mbarrier.wait(free.index(slot), (turn // SLOTS + 1) & 1)
-            mbarrier.expect(full.index(slot), KEYS * HALF * 2)
+            mbarrier.expect(full.index(slot), 4 // PARTS * KEYS * HALF * 2)
             for i in gl.static_range(AT_ONCE):
-                _copy(desc, [places[i], column], full.index(slot), ring.index((slot * 4 + PART) * AT_ONCE + i))
-            places = following
+                for half in gl.static_range(PART * (4 // PARTS), (PART + 1) * (4 // PARTS)):
+                    to = ring.index((slot * 4 + half) * AT_ONCE + i)
+                    _copy(desc, [places[i], column + half // 2 * (NUM_KV * D) + half % 2 * HALF], full.index(slot), to)
+            places = _places(following, block + AT_ONCE, end, page_rows, PAGE)
             turn += 1
 
 
@@ -124,9 +139,10 @@ def _new_token(
     """The piece's n-th unit, and its row's queries, key, value and angles as they are, halves of each [8, HALF]."""
     m = gl.arange(0, 8, layout=gl.SliceLayout(1, ROWS))
     dim = gl.arange(0, HALF, layout=gl.SliceLayout(0, ROWS))
-    this, row, first, end, keys, last = _nth(
-        n, piece[0], piece[1], piece[2], piece[3], piece[4], query_len_ptr, seq_len_ptr, N, PAGE
-    )  # fmt: skip
+    this, row, first, last = _nth(n, piece, N)
+    query_len = gl.load(query_len_ptr + row)
+    keys = gl.load(seq_len_ptr + row) - query_len
+    end = gl.where(last, piece[3], gl.maximum((keys + PAGE - 1) // PAGE, 1))
     head = gl.minimum(this // N, NUM_KV - 1)
     token = qkv_ptr + row.to(gl.int64) * qkv_token
     every = gl.zeros([8, 1], gl.int32, ROWS)
@@ -138,7 +154,7 @@ def _new_token(
     k = (gl.load(k_at), gl.load(k_at + HALF))
     v = (gl.load(k_at + NUM_KV * D), gl.load(k_at + NUM_KV * D + HALF))
     turn = (gl.load(turns), gl.load(turns + HALF))
-    return (this, row, head, first, end, keys, last, gl.load(query_len_ptr + row), gl.load(slots_ptr + row)), q, k, v, turn
+    return (this, row, head, first, end, keys, last, query_len, gl.load(slots_ptr + row)), q, k, v, turn
 
 
 @gluon.jit
@@ -231,7 +247,7 @@ def _store_unit(acc0, acc1, total, query_len, out_ptr, GROUP: gl.constexpr, D: g
 
 @gluon.jit
 def _attend(
-    tiles, full, free, q_tiles, acc_tile, sums_tile, qkv_ptr, cache_ptr, out_ptr, borders_ptr, arrivals_ptr, outputs_ptr,
+    tiles, full, free, q_tiles, acc_tile, sums_tile, qkv_ptr, cache_ptr, out_ptr, pieces_ptr, arrivals_ptr, outputs_ptr,
     sums_ptr, query_len_ptr, seq_len_ptr, q_norm_ptr, k_norm_ptr, cos_sin_ptr, slots_ptr, scale, eps, qkv_token, page_rows,
     cos_sin_token, N,
     NUM_KV: gl.constexpr, GROUP: gl.constexpr, PAGE: gl.constexpr, D: gl.constexpr, HAS_NORM: gl.constexpr, PDL: gl.constexpr,
@@ -252,7 +268,7 @@ def _attend(
     factor = scale * LOG2E
     q_weight = (gl.load(q_norm_ptr + dim), gl.load(q_norm_ptr + HALF + dim))
     k_weight = (gl.load(k_norm_ptr + dim), gl.load(k_norm_ptr + HALF + dim))
-    piece = _piece(borders_ptr)
+    piece = _piece(pieces_ptr)
     count = piece[5]
     if PDL:
         gdc_wait()
@@ -328,9 +344,9 @@ def _attend(
         if (last == 0) & (first == 0):
             _store_unit(acc0, acc1, sums, query_len, out, GROUP, D)
         else:
-            border = borders_ptr + (gl.program_id(0) + last.to(gl.int32)) * 4
-            starts = gl.load(border + 2)
-            parts = gl.load(border + 3)
+            shared = pieces_ptr + gl.program_id(0) * 16 + last.to(gl.int32) * 4
+            starts = gl.load(shared + 2)
+            parts = gl.load(shared + 3)
             _keep_part(acc0, acc1, largest, sums, outputs_ptr, sums_ptr, 2 * gl.program_id(0) + last.to(gl.int32), GROUP, D)
             _meet()  # all threads' stores come before the one atomic
             arrived = gl.atomic_add(arrivals_ptr + this, 1, sem="acq_rel", scope="gpu")
@@ -340,12 +356,12 @@ def _attend(
                 gl.store(arrivals_ptr + this, 0)  # for the next layer
 
 
-@gluon.jit(do_not_specialize=["N", "table_row"])
+@gluon.jit(do_not_specialize=["N", "table_row", "columns"])
 def decode_ring(
-    desc, qkv_ptr, cache_ptr, out_ptr, borders_ptr, arrivals_ptr, outputs_ptr, sums_ptr, query_len_ptr, seq_len_ptr, table_ptr,
-    q_norm_ptr, k_norm_ptr, cos_sin_ptr, slots_ptr, scale, eps, qkv_token, table_row, page_rows, cos_sin_token, N,
-    NUM_KV: gl.constexpr, GROUP: gl.constexpr, PAGE: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr, HAS_NORM: gl.constexpr,
-    PDL: gl.constexpr,
+    desc, qkv_ptr, cache_ptr, out_ptr, pieces_ptr, arrivals_ptr, outputs_ptr, sums_ptr, query_len_ptr, seq_len_ptr, table_ptr,
+    q_norm_ptr, k_norm_ptr, cos_sin_ptr, slots_ptr, scale, eps, qkv_token, table_row, columns, page_rows, cos_sin_token, N,
+    NUM_KV: gl.constexpr, GROUP: gl.constexpr, PAGE: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr, ASKING: gl.constexpr,
+    HAS_NORM: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """out [N, H, D] of one query each of N rows, whose new keys and values are written. Program p: a piece of `deal.deal_pages`.
 
@@ -364,21 +380,79 @@ def decode_ring(
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(SLOTS):
-        mbarrier.init(full.index(slot), count=4)
+        mbarrier.init(full.index(slot), count=ASKING)
         mbarrier.init(free.index(slot), count=1)
-    gl.warp_specialize(
-        [
-            (
-                _attend,
-                (tiles, full, free, q_tiles, acc_tile, sums_tile, qkv_ptr, cache_ptr, out_ptr, borders_ptr, arrivals_ptr,
-                 outputs_ptr, sums_ptr, query_len_ptr, seq_len_ptr, q_norm_ptr, k_norm_ptr, cos_sin_ptr, slots_ptr, scale, eps, qkv_token,
-                 page_rows, cos_sin_token, N, NUM_KV, GROUP, PAGE, D, HAS_NORM, PDL),
-            ),
-            (_ask, (desc, ring, full, free, borders_ptr, query_len_ptr, seq_len_ptr, table_ptr, table_row, page_rows, N, 0, NUM_KV, PAGE, D)),
-            (_ask, (desc, ring, full, free, borders_ptr, query_len_ptr, seq_len_ptr, table_ptr, table_row, page_rows, N, 1, NUM_KV, PAGE, D)),
-            (_ask, (desc, ring, full, free, borders_ptr, query_len_ptr, seq_len_ptr, table_ptr, table_row, page_rows, N, 2, NUM_KV, PAGE, D)),
-            (_ask, (desc, ring, full, free, borders_ptr, query_len_ptr, seq_len_ptr, table_ptr, table_row, page_rows, N, 3, NUM_KV, PAGE, D)),
-        ],
-        [1, 1, 1, 1],
-        [40, 40, 40, 40],
-    )  # fmt: skip
+    if ASKING == 1:
+        gl.warp_specialize(
+            [
+                (
+                    _attend,
+                    (tiles, full, free, q_tiles, acc_tile, sums_tile, qkv_ptr, cache_ptr, out_ptr, pieces_ptr, arrivals_ptr, outputs_ptr,
+                     sums_ptr, query_len_ptr, seq_len_ptr, q_norm_ptr, k_norm_ptr, cos_sin_ptr, slots_ptr, scale, eps, qkv_token, page_rows,
+                     cos_sin_token, N, NUM_KV, GROUP, PAGE, D, HAS_NORM, PDL),
+                ),
+                (
+                    _ask,
+                    (desc, ring, full, free, pieces_ptr, query_len_ptr, seq_len_ptr, table_ptr, table_row, columns, page_rows, N,
+                     0, 1, NUM_KV, PAGE, D),
+                ),
+            ],
+            [1],
+            [56],
+        )  # fmt: skip
+    elif ASKING == 2:
+        gl.warp_specialize(
+            [
+                (
+                    _attend,
+                    (tiles, full, free, q_tiles, acc_tile, sums_tile, qkv_ptr, cache_ptr, out_ptr, pieces_ptr, arrivals_ptr, outputs_ptr,
+                     sums_ptr, query_len_ptr, seq_len_ptr, q_norm_ptr, k_norm_ptr, cos_sin_ptr, slots_ptr, scale, eps, qkv_token, page_rows,
+                     cos_sin_token, N, NUM_KV, GROUP, PAGE, D, HAS_NORM, PDL),
+                ),
+                (
+                    _ask,
+                    (desc, ring, full, free, pieces_ptr, query_len_ptr, seq_len_ptr, table_ptr, table_row, columns, page_rows, N,
+                     0, 2, NUM_KV, PAGE, D),
+                ),
+                (
+                    _ask,
+                    (desc, ring, full, free, pieces_ptr, query_len_ptr, seq_len_ptr, table_ptr, table_row, columns, page_rows, N,
+                     1, 2, NUM_KV, PAGE, D),
+                ),
+            ],
+            [1, 1],
+            [56, 56],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (
+                    _attend,
+                    (tiles, full, free, q_tiles, acc_tile, sums_tile, qkv_ptr, cache_ptr, out_ptr, pieces_ptr, arrivals_ptr, outputs_ptr,
+                     sums_ptr, query_len_ptr, seq_len_ptr, q_norm_ptr, k_norm_ptr, cos_sin_ptr, slots_ptr, scale, eps, qkv_token, page_rows,
+                     cos_sin_token, N, NUM_KV, GROUP, PAGE, D, HAS_NORM, PDL),
+                ),
+                (
+                    _ask,
+                    (desc, ring, full, free, pieces_ptr, query_len_ptr, seq_len_ptr, table_ptr, table_row, columns, page_rows, N,
+                     0, 4, NUM_KV, PAGE, D),
+                ),
+                (
+                    _ask,
+                    (desc, ring, full, free, pieces_ptr, query_len_ptr, seq_len_ptr, table_ptr, table_row, columns, page_rows, N,
+                     1, 4, NUM_KV, PAGE, D),
+                ),
+                (
+                    _ask,
+                    (desc, ring, full, free, pieces_ptr, query_len_ptr, seq_len_ptr, table_ptr, table_row, columns, page_rows, N,
+                     2, 4, NUM_KV, PAGE, D),
+                ),
+                (
+                    _ask,
+                    (desc, ring, full, free, pieces_ptr, query_len_ptr, seq_len_ptr, table_ptr, table_row, columns, page_rows, N,
+                     3, 4, NUM_KV, PAGE, D),
+                ),
+            ],
+            [1, 1, 1, 1],
+            [40, 40, 40, 40],
+        )  # fmt: skip

@@ -26,7 +26,7 @@ else:
 
 def ring_rows(
     qkv: torch.Tensor, cache: torch.Tensor, out: torch.Tensor, slots: torch.Tensor, block_table: torch.Tensor, dealt: DealtRows,
-    scale: float, rotary: Rotary, buffers: int, registers: int,
+    scale: float, rotary: Rotary, buffers: int, registers: int, asking: int = 2,
 ) -> None:  # fmt: skip
     """Attention of N rows of one query each, whose new keys and values are written, into out: [N, H, D], contiguous.
 
@@ -40,9 +40,9 @@ def ring_rows(
     tokens = [(cache.shape[0] - 1) * page_rows + page, width]
     decode_ring[(dealt.programs,)](
         TensorDescriptor(cache, tokens, [width, 1], [page, HALF], layout),
-        qkv, cache, out, dealt.borders, dealt.arrivals, dealt.outputs, dealt.sums, dealt.query_len, dealt.seq_len, block_table,
+        qkv, cache, out, dealt.pieces, dealt.arrivals, dealt.outputs, dealt.sums, dealt.query_len, dealt.seq_len, block_table,
         qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm, cos_sin, slots, scale, eps,
-        qkv.stride(0), block_table.stride(0), page_rows, cos_sin.stride(0), rows,
-        NUM_KV=num_kv, GROUP=out.shape[1] // num_kv, PAGE=page, D=dim, SLOTS=buffers, HAS_NORM=q_norm is not None,
+        qkv.stride(0), block_table.stride(0), block_table.shape[1], page_rows, cos_sin.stride(0), rows,
+        NUM_KV=num_kv, GROUP=out.shape[1] // num_kv, PAGE=page, D=dim, SLOTS=buffers, ASKING=asking, HAS_NORM=q_norm is not None,
         num_warps=4, maxnreg=registers, **launch_options(qkv.device),
     )  # fmt: skip

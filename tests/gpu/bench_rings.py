@@ -21,20 +21,20 @@ from modelrunner.kernels.attention.device import processors
 from modelrunner.kernels.attention.ring_rows import ring_rows
 
 DIM, PAGE, KV_HEADS = bench.DIM, bench.PAGE, bench.KV_HEADS
-SHAPES = [(2, 3, 128), (1, 6, 128), (1, 5, 128), (1, 4, 128), (1, 3, 128), (2, 2, 128)]  # programs a multiprocessor, buffers, registers
+SHAPES = [(2, 3, 128, 2), (2, 3, 128, 4), (2, 3, 128, 1), (1, 6, 128, 4), (1, 4, 128, 4), (1, 3, 128, 4)]  # programs a multiprocessor, buffers, registers, warps that ask
 
 
 class RingLayers(decode.Layers):
     """Layers whose attention is by rings, if `shape` is one."""
 
-    shape: tuple[int, int, int] | None = None
+    shape: tuple[int, int, int, int] | None = None
     dealt: DealtRows
 
-    def deal(self, shape: tuple[int, int, int] | None) -> None:
+    def deal(self, shape: tuple[int, int, int, int] | None) -> None:
         self.shape, a = shape, self.step.arguments
         if shape is not None:
             programs = processors(bench.DEVICE) * shape[0]
-            self.dealt = deal_rows(programs, KV_HEADS, decode.HEADS // KV_HEADS, DIM, PAGE, a["query_len"], a["seq_len"])
+            self.dealt = deal_rows(programs, KV_HEADS, decode.HEADS // KV_HEADS, DIM, PAGE, a["block_table"], a["query_len"], a["seq_len"])
 
     def attend(self, qkv: torch.Tensor, cache: torch.Tensor, work: object) -> torch.Tensor:
         if self.shape is None:
@@ -57,7 +57,7 @@ def turned(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), 2).to(x.dtype)
 
 
-def check(lengths: list[int], heads: int, shape: tuple[int, int, int]) -> float:
+def check(lengths: list[int], heads: int, shape: tuple[int, int, int, int]) -> float:
     """Largest difference from float32, relative to the tolerance of 1.6e-2. A length of 0 is a dead row."""
     rows, device, dtype = len(lengths), bench.DEVICE, bench.DTYPE
     step = bench.make_step([(max(n - 1, 0), 1) for n in lengths], 2, num_decode=rows)
@@ -73,7 +73,7 @@ def check(lengths: list[int], heads: int, shape: tuple[int, int, int]) -> float:
     weights = [1 + torch.randn(DIM, device=device).to(dtype) / 4 for _ in range(2)]
     angle = torch.rand(rows, DIM // 2, device=device) * 7
     cos_sin = torch.cat((angle.cos(), angle.sin()), 1)
-    dealt = deal_rows(processors(device) * shape[0], KV_HEADS, heads // KV_HEADS, DIM, PAGE, a["query_len"], a["seq_len"])
+    dealt = deal_rows(processors(device) * shape[0], KV_HEADS, heads // KV_HEADS, DIM, PAGE, a["block_table"], a["query_len"], a["seq_len"])
     q, k, v = qkv.view(rows, -1, DIM).split((heads, KV_HEADS, KV_HEADS), 1)
     q, k = turned(normed(q, weights[0]), cos_sin), turned(normed(k, weights[1]), cos_sin)
     want_cache, worst = cache.clone(), 0.0

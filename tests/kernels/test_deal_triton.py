@@ -9,7 +9,7 @@ import pytest
 import torch
 from triton_world import DEVICE
 
-from modelrunner.kernels.attention.deal import LEAST_PAGES, DealtRows, deal_rows
+from modelrunner.kernels.attention.deal import FIRST_PAGES, LEAST_PAGES, DealtRows, deal_rows
 
 PAGE = 16
 
@@ -26,7 +26,8 @@ class Part(NamedTuple):
 
 def parts_of(program: int, dealt: DealtRows, pages: list[int]) -> list[tuple[int, Part]]:
     """What the kernel makes of two borders: units and parts in its order."""
-    (unit, page, *own), (end_unit, end_page, *others) = dealt.borders[program : program + 2].tolist()
+    numbers = dealt.pieces[program].tolist()
+    (unit, page, *own), (end_unit, end_page, *others) = numbers[:4], numbers[4:8]
     cut = end_page > (page if unit == end_unit else 0)
     found = []
     for n in range(end_unit - unit + cut):
@@ -45,7 +46,9 @@ def parts_of(program: int, dealt: DealtRows, pages: list[int]) -> list[tuple[int
 @pytest.mark.parametrize("num_kv", [1, 8])
 def test_every_page_is_dealt_once(lengths: list[int], programs: int, num_kv: int) -> None:
     seq_len = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
-    dealt = deal_rows(programs, num_kv, 2, 128, PAGE, (seq_len > 0).int(), seq_len)
+    columns = max(max(lengths) // PAGE + 1, 1)
+    table = torch.randint(1, 1000, (len(lengths), columns), dtype=torch.int32, device=DEVICE)
+    dealt = deal_rows(programs, num_kv, 2, 128, PAGE, table, (seq_len > 0).int(), seq_len)
     pages = [max(-(-(n - 1) // PAGE), 1) for n in lengths]
     units: dict[int, list[Part]] = defaultdict(list)
     loads = []
@@ -54,6 +57,10 @@ def test_every_page_is_dealt_once(lengths: list[int], programs: int, num_kv: int
         loads.append(sum(part.end - part.first for _, part in mine))
         for unit, part in mine:
             units[unit].append(part)
+        if mine:  # what it starts with
+            row, first = mine[0][0] % len(lengths), mine[0][1].first
+            numbers = table[row, first : first + FIRST_PAGES].tolist()
+            assert dealt.pieces[program, 8 : 9 + len(numbers)].tolist() == [max(lengths[row] - 1, 0), *numbers]
     assert sorted(units) == list(range(num_kv * len(lengths)))
     for unit, found in units.items():
         parts = sorted(found)
