@@ -23,11 +23,10 @@ AT_ONCE = 8  # pieces of a program of the list
 
 @dataclass(frozen=True)
 class DealtRows:
-    """query_len, seq_len: [N] int32. pieces: [programs, PIECE] int32. arrivals: [N * HK] int32, zeros between launches: parts of a unit that
-    have ended.
+    """query_len, seq_len: [N] int32. pieces: [programs, PIECE] int32. arrivals: [N * HK] int32: parts that ended, zeros between launches.
 
-    outputs: [2 * programs, G, D] float32 and sums: [2 * programs, 2, 8] float32: what a program leaves of the units that it shares, as the
-    last that has them, and as their first.
+    outputs: [2 * programs, G, D] float32 and sums: [2 * programs, 2, 8] float32: what a program leaves of the units that it shares, of the
+    one that begins elsewhere and of the one that ends elsewhere.
     """
 
     programs: int

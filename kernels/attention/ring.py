@@ -2,7 +2,7 @@
 
 A program's pages are a piece of one long sequence (`deal.py`), so that all end at once, and the ring goes on from one row to the next. Old
 keys and values depend on no kernel just before: the ring fills while that still runs. Norm and rotation of queries and of the new key, and
-its cache write, are part of a row's beginning. Keys are the tall operand of both products: scores are [keys, queries], sums [dims, queries].
+its cache write, are part of a unit. Keys and values are the tall operands: scores are [keys, queries], sums [values, queries].
 
 Gluon, as `kernels/linear/ring.py`: for Hopper, and not to be interpreted; elsewhere `decode.py` and `stream.py` compute the same.
 """
@@ -12,17 +12,15 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-# Names of Triton 3.6, and newer ones.
-_meet = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
-_copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+from modelrunner.kernels.attention.ring_pages import HALF, KEYS, ask_for_pages, nth_unit, piece_of
+
+_meet = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # of Triton 3.6, and of newer
 
 LOWEST = gl.constexpr(-1.0e30)
 LOG2E = gl.constexpr(1.4426950408889634)
-KEYS = gl.constexpr(64)  # of a buffer
-HALF = gl.constexpr(64)  # of a head's values, which a copy brings
 ROWS = gl.constexpr(gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0]))  # of what a unit begins and ends with, [8, HALF]
 
 
@@ -33,85 +31,6 @@ def _seen_as(boxes, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
         return boxes._reinterpret(boxes.dtype, SHAPE, LAYOUT)
     else:
         return boxes.reinterpret(boxes.dtype, SHAPE, LAYOUT)
-
-
-@gluon.jit
-def _piece(pieces_ptr):
-    """First unit and page of the program's piece, unit and page where it ends, whether that unit has pages of the piece, units in all."""
-    piece = pieces_ptr + gl.program_id(0) * 16
-    unit = gl.load(piece)
-    page = gl.load(piece + 1)
-    end_unit = gl.load(piece + 4)
-    end_page = gl.load(piece + 5)
-    cut = (end_page > gl.where(unit == end_unit, page, 0)).to(gl.int32)
-    return unit, page, end_unit, end_page, cut, end_unit - unit + cut
-
-
-@gluon.jit
-def _nth(n, piece, N):
-    """The piece's n-th unit: the one that ends elsewhere comes first, so that its other parts need not be waited for in the end.
-
-    Returns unit, row, first page, and whether it ends elsewhere.
-    """
-    last = (n == 0) & (piece[4] == 1)
-    this = gl.where(last, piece[2], piece[0] + n - piece[4])
-    return this, this % N, gl.where(this == piece[0], piece[1], 0), last
-
-
-@gluon.jit
-def _places(numbers, block, end, page_rows, PAGE: gl.constexpr):
-    """Rows of the cache where a block's pages begin, by their numbers; past the end such as bring zeros."""
-    places = ()
-    for i in gl.static_range(KEYS // PAGE):
-        places = places + (gl.where(block + i < end, numbers[i] * page_rows, -PAGE),)
-    return places
-
-
-@gluon.jit
-def _numbers(table, block, end, PAGE: gl.constexpr):
-    """Of a block's pages, as far as there are."""
-    numbers = ()
-    for i in gl.static_range(KEYS // PAGE):
-        numbers = numbers + (gl.load(table + block + i, mask=block + i < end, other=0),)
-    return numbers
-
-
-@gluon.jit
-def _ask(
-    desc, ring, full, free, pieces_ptr, query_len_ptr, seq_len_ptr, table_ptr, table_row, columns, page_rows, N,
-    PART: gl.constexpr, PARTS: gl.constexpr, NUM_KV: gl.constexpr, PAGE: gl.constexpr, D: gl.constexpr,
-):  # fmt: skip
-    """One warp: a part of the piece's pages (of halves of keys and of values) into ring [slots * 4 * KEYS / PAGE, PAGE, HALF]."""
-    AT_ONCE: gl.constexpr = KEYS // PAGE
-    SLOTS: gl.constexpr = ring.shape[0] // (4 * AT_ONCE)
-    piece = _piece(pieces_ptr)
-    _, row, first, last = _nth(0, piece, N)
-    this = gl.where(last, piece[2], piece[0])
-    keys = gl.load(pieces_ptr + gl.program_id(0) * 16 + 8)
-    numbers = _numbers(pieces_ptr + gl.program_id(0) * 16 + 9, 0, AT_ONCE, PAGE)
-    turn = 0
-    for n in range(piece[5]):
-        end = (keys + PAGE - 1) // PAGE
-        end = gl.where(last, gl.minimum(piece[3], end), end)
-        places = _places(numbers, first, end, page_rows, PAGE)
-        begin = first
-        column = this // N * D
-        table = table_ptr + row.to(gl.int64) * table_row
-        # What the next unit begins with is looked up meanwhile.
-        this, row, first, last = _nth(gl.minimum(n + 1, piece[5] - 1), piece, N)
-        keys = gl.load(seq_len_ptr + row) - gl.load(query_len_ptr + row)
-        numbers = _numbers(table_ptr + row.to(gl.int64) * table_row, first, columns, PAGE)
-        for block in range(begin, gl.maximum(end, begin + 1), AT_ONCE):
-            slot = turn % SLOTS
-            following = _numbers(table, block + AT_ONCE, end, PAGE)
-            mbarrier.wait(free.index(slot), (turn // SLOTS + 1) & 1)
-            mbarrier.expect(full.index(slot), 4 // PARTS * KEYS * HALF * 2)
-            for i in gl.static_range(AT_ONCE):
-                for half in gl.static_range(PART * (4 // PARTS), (PART + 1) * (4 // PARTS)):
-                    to = ring.index((slot * 4 + half) * AT_ONCE + i)
-                    _copy(desc, [places[i], column + half // 2 * (NUM_KV * D) + half % 2 * HALF], full.index(slot), to)
-            places = _places(following, block + AT_ONCE, end, page_rows, PAGE)
-            turn += 1
 
 
 @gluon.jit
@@ -139,7 +58,7 @@ def _new_token(
     """The piece's n-th unit, and its row's queries, key, value and angles as they are, halves of each [8, HALF]."""
     m = gl.arange(0, 8, layout=gl.SliceLayout(1, ROWS))
     dim = gl.arange(0, HALF, layout=gl.SliceLayout(0, ROWS))
-    this, row, first, last = _nth(n, piece, N)
+    this, row, first, last = nth_unit(n, piece, N)
     query_len = gl.load(query_len_ptr + row)
     keys = gl.load(seq_len_ptr + row) - query_len
     end = gl.where(last, piece[3], gl.maximum((keys + PAGE - 1) // PAGE, 1))
@@ -268,7 +187,7 @@ def _attend(
     factor = scale * LOG2E
     q_weight = (gl.load(q_norm_ptr + dim), gl.load(q_norm_ptr + HALF + dim))
     k_weight = (gl.load(k_norm_ptr + dim), gl.load(k_norm_ptr + HALF + dim))
-    piece = _piece(pieces_ptr)
+    piece = piece_of(pieces_ptr)
     count = piece[5]
     if PDL:
         gdc_wait()
@@ -392,7 +311,7 @@ def decode_ring(
                      cos_sin_token, N, NUM_KV, GROUP, PAGE, D, HAS_NORM, PDL),
                 ),
                 (
-                    _ask,
+                    ask_for_pages,
                     (desc, ring, full, free, pieces_ptr, query_len_ptr, seq_len_ptr, table_ptr, table_row, columns, page_rows, N,
                      0, 1, NUM_KV, PAGE, D),
                 ),
@@ -410,12 +329,12 @@ def decode_ring(
                      cos_sin_token, N, NUM_KV, GROUP, PAGE, D, HAS_NORM, PDL),
                 ),
                 (
-                    _ask,
+                    ask_for_pages,
                     (desc, ring, full, free, pieces_ptr, query_len_ptr, seq_len_ptr, table_ptr, table_row, columns, page_rows, N,
                      0, 2, NUM_KV, PAGE, D),
                 ),
                 (
-                    _ask,
+                    ask_for_pages,
                     (desc, ring, full, free, pieces_ptr, query_len_ptr, seq_len_ptr, table_ptr, table_row, columns, page_rows, N,
                      1, 2, NUM_KV, PAGE, D),
                 ),
@@ -433,22 +352,22 @@ def decode_ring(
                      cos_sin_token, N, NUM_KV, GROUP, PAGE, D, HAS_NORM, PDL),
                 ),
                 (
-                    _ask,
+                    ask_for_pages,
                     (desc, ring, full, free, pieces_ptr, query_len_ptr, seq_len_ptr, table_ptr, table_row, columns, page_rows, N,
                      0, 4, NUM_KV, PAGE, D),
                 ),
                 (
-                    _ask,
+                    ask_for_pages,
                     (desc, ring, full, free, pieces_ptr, query_len_ptr, seq_len_ptr, table_ptr, table_row, columns, page_rows, N,
                      1, 4, NUM_KV, PAGE, D),
                 ),
                 (
-                    _ask,
+                    ask_for_pages,
                     (desc, ring, full, free, pieces_ptr, query_len_ptr, seq_len_ptr, table_ptr, table_row, columns, page_rows, N,
                      2, 4, NUM_KV, PAGE, D),
                 ),
                 (
-                    _ask,
+                    ask_for_pages,
                     (desc, ring, full, free, pieces_ptr, query_len_ptr, seq_len_ptr, table_ptr, table_row, columns, page_rows, N,
                      3, 4, NUM_KV, PAGE, D),
                 ),

@@ -41,7 +41,9 @@ def parts_of(program: int, dealt: DealtRows, pages: list[int]) -> list[tuple[int
 
 @pytest.mark.parametrize("programs", [1, 3, 132, 264])
 @pytest.mark.parametrize(
-    "lengths", [[1], [0], [17], [300, 1, 16, 0, 64], [5000], [40] * 33, [1, 4000, 1, 0, 700, 33], list(range(1, 101))], ids=lambda x: f"{len(x)}"
+    "lengths",
+    [[1], [0], [17], [300, 1, 16, 0, 64], [5000], [40] * 33, [1, 4000, 1, 0, 700, 33], list(range(1, 101))],
+    ids=lambda x: f"{len(x)}",
 )
 @pytest.mark.parametrize("num_kv", [1, 8])
 def test_every_page_is_dealt_once(lengths: list[int], programs: int, num_kv: int) -> None:
