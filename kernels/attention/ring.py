@@ -21,6 +21,9 @@ _meet = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # of
 
 LOWEST = gl.constexpr(-1.0e30)
 LOG2E = gl.constexpr(1.4426950408889634)
+MMA = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8]))  # [warps, keys or values, queries]: a warp has its own keys
+FACTOR = gl.constexpr(gl.DotOperandLayout(0, gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8]), 2))
+OTHER = gl.constexpr(gl.DotOperandLayout(1, gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8]), 2))
 ROWS = gl.constexpr(gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0]))  # of what a unit begins and ends with, [8, HALF]
 
 
@@ -48,6 +51,16 @@ def _normed(a, b, first, second, eps, D: gl.constexpr, HAS_NORM: gl.constexpr):
             a = ((a * factor).to(dtype).to(gl.float32) * first[None, :].to(gl.float32)).to(dtype).to(gl.float32)
             b = ((b * factor).to(dtype).to(gl.float32) * second[None, :].to(gl.float32)).to(dtype).to(gl.float32)
     return a, b
+
+
+@gluon.jit
+def _turned(x, weight, turns, eps, D: gl.constexpr, HAS_NORM: gl.constexpr):
+    """Halves of heads, normed and rotated."""
+    dtype: gl.constexpr = x[0].dtype
+    a, b = _normed(x[0], x[1], weight[0], weight[1], eps, D, HAS_NORM)
+    cos = turns[0][None, :]
+    sin = turns[1][None, :]
+    return (a * cos - b * sin).to(dtype), (b * cos + a * sin).to(dtype)
 
 
 @gluon.jit
@@ -87,12 +100,38 @@ def _as_factor(weights, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _joined(acc, largest, sums, acc_tile, sums_tile):
-    """Sums of the four warps together: acc [4, HALF, 8] twice, largest and sums [4, 8] -> [8, HALF] twice, [8], [8], in ROWS."""
+def _add_buffer(tiles, free, slot, q0, q1, sums, first_key, end, factor):
+    """Each warp adds a quarter of a buffer to its sums: acc [4, HALF, 8] twice, largest [4, 8] and total [4, 16, 8], as of `fold`."""
+    acc0, acc1, largest, total = sums
+    dtype: gl.constexpr = tiles.dtype
+    warp = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, MMA)))[:, None, None]
+    key = first_key + warp * 16 + gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, MMA)))[None, :, None]
+    scores = mma_v2(tiles.index(slot * 4).load(FACTOR), q0, gl.zeros([4, 16, 8], gl.float32, MMA))
+    scores += mma_v2(tiles.index(slot * 4 + 1).load(FACTOR), q1, gl.zeros([4, 16, 8], gl.float32, MMA))
+    scores = gl.where(key < end, scores, float("-inf"))
+    new = gl.maximum(largest, gl.max(scores, 1) * factor)
+    weights = gl.exp2(scores * factor - new[:, None, :])
+    shrink = gl.exp2(largest - new)[:, None, :]
+    v0 = tiles.index(slot * 4 + 2).permute([0, 2, 1]).load(FACTOR)
+    v1 = tiles.index(slot * 4 + 3).permute([0, 2, 1]).load(FACTOR)
+    _meet()
+    mbarrier.arrive(free.index(slot))
+    if first_key + KEYS > end:  # no number, times zero, is none
+        of_warp = first_key + 16 * gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, FACTOR)))[:, None, None]
+        there = of_warp + gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, FACTOR)))[None, None, :] < end
+        v0 = gl.where(there, v0, gl.zeros([4, HALF, 16], dtype, FACTOR))
+        v1 = gl.where(there, v1, gl.zeros([4, HALF, 16], dtype, FACTOR))
+    p = _as_factor(weights.to(dtype), OTHER)
+    return mma_v2(v0, p, acc0 * shrink), mma_v2(v1, p, acc1 * shrink), new, total * shrink + weights
+
+
+@gluon.jit
+def _joined(sums, acc_tile, sums_tile):
+    """Sums of the four warps together, see `_add_buffer` -> acc [8, HALF] twice, largest and total [8], in ROWS."""
     FOUR: gl.constexpr = gl.BlockedLayout([4, 1, 4], [1, 2, 16], [1, 4, 1], [2, 1, 0])
-    sums_tile.index(0).store(largest)
-    sums_tile.index(1).store(sums)
-    acc_tile.store(gl.permute(acc[0], [0, 2, 1]))
+    sums_tile.index(0).store(sums[2])
+    sums_tile.index(1).store(gl.sum(sums[3], 1))
+    acc_tile.store(gl.permute(sums[0], [0, 2, 1]))
     _meet()
     tops = sums_tile.index(0).load(gl.SliceLayout(2, FOUR))
     top = gl.max(tops, 0)
@@ -100,7 +139,7 @@ def _joined(acc, largest, sums, acc_tile, sums_tile):
     total = gl.sum(sums_tile.index(1).load(gl.SliceLayout(2, FOUR)) * share, 0)
     acc0 = gl.sum(acc_tile.load(FOUR) * share[:, :, None], 0)
     _meet()
-    acc_tile.store(gl.permute(acc[1], [0, 2, 1]))
+    acc_tile.store(gl.permute(sums[1], [0, 2, 1]))
     _meet()
     acc1 = gl.sum(acc_tile.load(FOUR) * share[:, :, None], 0)
     return (
@@ -109,6 +148,31 @@ def _joined(acc, largest, sums, acc_tile, sums_tile):
         gl.convert_layout(top, gl.SliceLayout(1, ROWS)),
         gl.convert_layout(total, gl.SliceLayout(1, ROWS)),
     )
+
+
+@gluon.jit
+def _add_new_key(acc0, acc1, largest, total, q, k, v, factor):
+    """The row's new key takes part, too."""
+    score = gl.sum(q[0].to(gl.float32) * k[0].to(gl.float32) + q[1].to(gl.float32) * k[1].to(gl.float32), 1) * factor
+    new = gl.maximum(largest, score)
+    shrink = gl.exp2(largest - new)
+    weight = gl.exp2(score - new)
+    acc0 = acc0 * shrink[:, None] + v[0].to(gl.float32) * weight[:, None]
+    acc1 = acc1 * shrink[:, None] + v[1].to(gl.float32) * weight[:, None]
+    return acc0, acc1, new, total * shrink + weight
+
+
+@gluon.jit
+def _write_new_key(key_ptr, written, k, v, NUM_KV: gl.constexpr, D: gl.constexpr):
+    """A new key, and the value NUM_KV heads after it; [8, HALF] twice, whose rows are alike."""
+    m = gl.arange(0, 8, layout=gl.SliceLayout(1, ROWS))
+    dim = gl.arange(0, HALF, layout=gl.SliceLayout(0, ROWS))
+    at = key_ptr + m[:, None] * 0 + dim[None, :]
+    write = written & (m == 0)[:, None] & (dim < HALF)[None, :]
+    gl.store(at, k[0], mask=write)
+    gl.store(at + HALF, k[1], mask=write)
+    gl.store(at + NUM_KV * D, v[0], mask=write)
+    gl.store(at + NUM_KV * D + HALF, v[1], mask=write)
 
 
 @gluon.jit
@@ -157,11 +221,28 @@ def _store_unit(acc0, acc1, total, query_len, out_ptr, GROUP: gl.constexpr, D: g
     m = gl.arange(0, 8, layout=gl.SliceLayout(1, ROWS))
     dim = gl.arange(0, HALF, layout=gl.SliceLayout(0, ROWS))
     ok = (m < GROUP)[:, None] & (dim < HALF)[None, :]
-    factor = gl.where((total > 0.0) & (query_len > 0), 1.0 / total, 0.0)[:, None]
+    total = gl.where(total > 0.0, total, 1.0)[:, None]
     dtype: gl.constexpr = out_ptr.dtype.element_ty
     at = out_ptr + m[:, None] * D + dim[None, :]
-    gl.store(at, (acc0 * factor).to(dtype), mask=ok)
-    gl.store(at + HALF, (acc1 * factor).to(dtype), mask=ok)
+    gl.store(at, gl.where(query_len > 0, acc0 / total, 0.0).to(dtype), mask=ok)
+    gl.store(at + HALF, gl.where(query_len > 0, acc1 / total, 0.0).to(dtype), mask=ok)
+
+
+@gluon.jit
+def _share_unit(
+    acc0, acc1, largest, total, unit, last, query_len, out_ptr, pieces_ptr, arrivals_ptr, outputs_ptr, sums_ptr,
+    GROUP: gl.constexpr, D: gl.constexpr,
+):  # fmt: skip
+    """Keep a part's sums; whoever is last of a unit's programs stores its result. last: 1 where the unit ends elsewhere."""
+    shared = pieces_ptr + gl.program_id(0) * 16 + last * 4
+    first = gl.load(shared + 2)
+    parts = gl.load(shared + 3)
+    _keep_part(acc0, acc1, largest, total, outputs_ptr, sums_ptr, 2 * gl.program_id(0) + last, GROUP, D)
+    _meet()  # all threads' stores come before the one atomic
+    if gl.atomic_add(arrivals_ptr + unit, 1, sem="acq_rel", scope="gpu") == parts - 1:
+        acc0, acc1, total = _add_parts(outputs_ptr, sums_ptr, first, parts, GROUP, D)
+        _store_unit(acc0, acc1, total, query_len, out_ptr, GROUP, D)
+        gl.store(arrivals_ptr + unit, 0)  # for the next layer
 
 
 @gluon.jit
@@ -175,14 +256,6 @@ def _attend(
     AT_ONCE: gl.constexpr = KEYS // PAGE
     SLOTS: gl.constexpr = tiles.shape[0] // 4
     dtype: gl.constexpr = tiles.dtype
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
-    A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
-    B: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
-    quarter = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, MMA)))[:, None, None] * 16
-    key_of = quarter + gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, MMA)))[None, :, None]
-    quarter = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, A)))[:, None, None] * 16
-    value_of = quarter + gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, A)))[None, None, :]
-    m = gl.arange(0, 8, layout=gl.SliceLayout(1, ROWS))
     dim = gl.arange(0, HALF, layout=gl.SliceLayout(0, ROWS))
     factor = scale * LOG2E
     q_weight = (gl.load(q_norm_ptr + dim), gl.load(q_norm_ptr + HALF + dim))
@@ -198,81 +271,39 @@ def _attend(
     for n in range(count):
         what, q, k, v, turns = following
         this, row, head, first, end, keys, last, query_len, place = what
-        q_a, q_b = _normed(q[0], q[1], q_weight[0], q_weight[1], eps, D, HAS_NORM)
-        k_a, k_b = _normed(k[0], k[1], k_weight[0], k_weight[1], eps, D, HAS_NORM)
-        cos = turns[0][None, :]
-        sin = turns[1][None, :]
-        new_q = ((q_a * cos - q_b * sin).to(dtype), (q_b * cos + q_a * sin).to(dtype))
-        new_k = ((k_a * cos - k_b * sin).to(dtype), (k_b * cos + k_a * sin).to(dtype))
+        new_q = _turned(q, q_weight, turns, eps, D, HAS_NORM)
+        new_k = _turned(k, k_weight, turns, eps, D, HAS_NORM)
         q_tiles.index(0).store(new_q[0])
         q_tiles.index(1).store(new_q[1])
         _meet()
-        q0 = q_tiles.index(0).permute([1, 0]).load(gl.SliceLayout(0, B))[None, :, :] + gl.zeros([4, HALF, 8], dtype, B)
-        q1 = q_tiles.index(1).permute([1, 0]).load(gl.SliceLayout(0, B))[None, :, :] + gl.zeros([4, HALF, 8], dtype, B)
+        q0 = q_tiles.index(0).permute([1, 0]).load(gl.SliceLayout(0, OTHER))[None, :, :] + gl.zeros([4, HALF, 8], dtype, OTHER)
+        q1 = q_tiles.index(1).permute([1, 0]).load(gl.SliceLayout(0, OTHER))[None, :, :] + gl.zeros([4, HALF, 8], dtype, OTHER)
         # What the next unit starts with is on its way while this one's keys are attended to.
         following = _new_token(
             gl.minimum(n + 1, count - 1), piece, qkv_ptr, cos_sin_ptr, slots_ptr, query_len_ptr, seq_len_ptr, qkv_token, cos_sin_token, N,
             NUM_KV, GROUP, PAGE, D,
         )  # fmt: skip
-        acc0 = gl.zeros([4, HALF, 8], gl.float32, MMA)
-        acc1 = gl.zeros([4, HALF, 8], gl.float32, MMA)
-        largest = gl.full([4, 8], LOWEST, gl.float32, gl.SliceLayout(1, MMA))
-        total = gl.zeros([4, 16, 8], gl.float32, MMA)
+        zeros = gl.zeros([4, HALF, 8], gl.float32, MMA)
+        sums = (zeros, zeros, gl.full([4, 8], LOWEST, gl.float32, gl.SliceLayout(1, MMA)), gl.zeros([4, 16, 8], gl.float32, MMA))
         there = gl.minimum(keys, end * PAGE)
         for block in range(first, end, AT_ONCE):
-            slot = turn % SLOTS
-            mbarrier.wait(full.index(slot), (turn // SLOTS) & 1)
-            scores = mma_v2(tiles.index(slot * 4).load(A), q0, gl.zeros([4, 16, 8], gl.float32, MMA))
-            scores += mma_v2(tiles.index(slot * 4 + 1).load(A), q1, gl.zeros([4, 16, 8], gl.float32, MMA))
-            scores = gl.where(block * PAGE + key_of < there, scores, float("-inf"))
-            new = gl.maximum(largest, gl.max(scores, 1) * factor)
-            weights = gl.exp2(scores * factor - new[:, None, :])
-            shrink = gl.exp2(largest - new)[:, None, :]
-            largest = new
-            total = total * shrink + weights
-            v0 = tiles.index(slot * 4 + 2).permute([0, 2, 1]).load(A)
-            v1 = tiles.index(slot * 4 + 3).permute([0, 2, 1]).load(A)
-            _meet()
-            mbarrier.arrive(free.index(slot))
-            if (block + AT_ONCE) * PAGE > there:  # no number, times zero, is none
-                v0 = gl.where(block * PAGE + value_of < there, v0, gl.zeros([4, HALF, 16], dtype, A))
-                v1 = gl.where(block * PAGE + value_of < there, v1, gl.zeros([4, HALF, 16], dtype, A))
-            factors = _as_factor(weights.to(dtype), B)
-            acc0 = mma_v2(v0, factors, acc0 * shrink)
-            acc1 = mma_v2(v1, factors, acc1 * shrink)
+            mbarrier.wait(full.index(turn % SLOTS), (turn // SLOTS) & 1)
+            sums = _add_buffer(tiles, free, turn % SLOTS, q0, q1, sums, block * PAGE, there, factor)
             turn += 1
 
-        acc0, acc1, largest, sums = _joined((acc0, acc1), largest, gl.sum(total, 1), acc_tile, sums_tile)
+        acc0, acc1, largest, total = _joined(sums, acc_tile, sums_tile)
         if last == 0:  # the new key is the row's last
-            at = cache_ptr + (place // PAGE * page_rows + place % PAGE) * (2 * NUM_KV * D) + head * D + m[:, None] * 0 + dim[None, :]
-            write = (place >= 0) & (m == 0)[:, None] & (dim < HALF)[None, :]
-            gl.store(at, new_k[0], mask=write)
-            gl.store(at + HALF, new_k[1], mask=write)
-            gl.store(at + NUM_KV * D, v[0], mask=write)
-            gl.store(at + NUM_KV * D + HALF, v[1], mask=write)
-            products = new_q[0].to(gl.float32) * new_k[0].to(gl.float32) + new_q[1].to(gl.float32) * new_k[1].to(gl.float32)
-            score = gl.sum(products, 1) * factor
-            new = gl.maximum(largest, score)
-            shrink = gl.exp2(largest - new)
-            weight = gl.exp2(score - new)
-            acc0 = acc0 * shrink[:, None] + v[0].to(gl.float32) * weight[:, None]
-            acc1 = acc1 * shrink[:, None] + v[1].to(gl.float32) * weight[:, None]
-            sums = sums * shrink + weight
-            largest = new
+            acc0, acc1, largest, total = _add_new_key(acc0, acc1, largest, total, new_q, new_k, v, factor)
+            written = cache_ptr + (place // PAGE * page_rows + place % PAGE) * (2 * NUM_KV * D) + head * D
+            _write_new_key(written, place >= 0, new_k, v, NUM_KV, D)
         out = out_ptr + (row.to(gl.int64) * NUM_KV + head) * (GROUP * D)
         if (last == 0) & (first == 0):
-            _store_unit(acc0, acc1, sums, query_len, out, GROUP, D)
+            _store_unit(acc0, acc1, total, query_len, out, GROUP, D)
         else:
-            shared = pieces_ptr + gl.program_id(0) * 16 + last.to(gl.int32) * 4
-            starts = gl.load(shared + 2)
-            parts = gl.load(shared + 3)
-            _keep_part(acc0, acc1, largest, sums, outputs_ptr, sums_ptr, 2 * gl.program_id(0) + last.to(gl.int32), GROUP, D)
-            _meet()  # all threads' stores come before the one atomic
-            arrived = gl.atomic_add(arrivals_ptr + this, 1, sem="acq_rel", scope="gpu")
-            if arrived == parts - 1:
-                acc0, acc1, sums = _add_parts(outputs_ptr, sums_ptr, starts, parts, GROUP, D)
-                _store_unit(acc0, acc1, sums, query_len, out, GROUP, D)
-                gl.store(arrivals_ptr + this, 0)  # for the next layer
+            _share_unit(
+                acc0, acc1, largest, total, this, last.to(gl.int32), query_len, out, pieces_ptr, arrivals_ptr, outputs_ptr, sums_ptr,
+                GROUP, D,
+            )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["N", "table_row", "columns"])

@@ -113,6 +113,7 @@ def make_step(
             slots[row] = place[-1] * page + (length - 1) % page
     width = (heads[0] + 2 * num_kv) * DIM
     qkv = torch.randn(rows, width + 64, device="cuda").to(dtype)[:, :width]
+    qkv[torch.tensor(lengths, device="cuda") == 0] = float("nan")
     norms = (None, None) if norm is None else tuple((1 + torch.randn(DIM, device="cuda") / 4).to(norm) for _ in range(2))
     angle = torch.rand(rows, DIM // 2, device="cuda") * 7
     cos_sin = torch.cat((angle.cos(), angle.sin()), 1)
