@@ -350,7 +350,7 @@ def decode_ring(
             [1],
             [56],
         )  # fmt: skip
-    elif ASKING == 2:
+    else:
         gl.warp_specialize(
             [
                 (
@@ -372,37 +372,4 @@ def decode_ring(
             ],
             [1, 1],
             [56, 56],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (
-                    _attend,
-                    (tiles, full, free, q_tiles, acc_tile, sums_tile, qkv_ptr, cache_ptr, out_ptr, pieces_ptr, arrivals_ptr, outputs_ptr,
-                     sums_ptr, query_len_ptr, seq_len_ptr, q_norm_ptr, k_norm_ptr, cos_sin_ptr, slots_ptr, scale, eps, qkv_token, page_rows,
-                     cos_sin_token, N, NUM_KV, GROUP, PAGE, D, HAS_NORM, PDL),
-                ),
-                (
-                    ask_for_pages,
-                    (desc, ring, full, free, pieces_ptr, query_len_ptr, seq_len_ptr, table_ptr, table_row, columns, page_rows, N,
-                     0, 4, NUM_KV, PAGE, D),
-                ),
-                (
-                    ask_for_pages,
-                    (desc, ring, full, free, pieces_ptr, query_len_ptr, seq_len_ptr, table_ptr, table_row, columns, page_rows, N,
-                     1, 4, NUM_KV, PAGE, D),
-                ),
-                (
-                    ask_for_pages,
-                    (desc, ring, full, free, pieces_ptr, query_len_ptr, seq_len_ptr, table_ptr, table_row, columns, page_rows, N,
-                     2, 4, NUM_KV, PAGE, D),
-                ),
-                (
-                    ask_for_pages,
-                    (desc, ring, full, free, pieces_ptr, query_len_ptr, seq_len_ptr, table_ptr, table_row, columns, page_rows, N,
-                     3, 4, NUM_KV, PAGE, D),
-                ),
-            ],
-            [1, 1, 1, 1],
-            [40, 40, 40, 40],
         )  # fmt: skip

@@ -15,7 +15,7 @@ from modelrunner.kernels.pdl import hopper
 Rotary = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor, float]  # q_norm, k_norm, cos_sin, eps
 
 KEYS, HALF, MOST_GROUP = 64, 64, 8
-FEWEST_ROWS, FEW_ROWS, MOST_ROWS = 24, 40, 512
+FEWEST_ROWS, FEW_ROWS, MOST_ROWS = 16, 40, 512
 TRIED = (3, 6), (3, 9)  # first and last version of Triton whose Gluon `decode_ring` was compiled by: it is experimental
 try:
     from triton.experimental.gluon.language import NVMMASharedLayout
@@ -31,7 +31,7 @@ else:
 @dataclass(frozen=True)
 class RingConfig:
     """programs: per multiprocessor. buffers: of a ring, of KEYS keys and values each. registers: of a thread at the start.
-    asking: warps that ask for pages, 1, 2 or 4."""
+    asking: warps that ask for pages, 1 or 2."""
 
     programs: int
     buffers: int
@@ -49,7 +49,7 @@ class RingWork:
 
 def ring_config(rows: int) -> RingConfig:
     """By `tests/gpu/bench_rings.py` on an H200."""
-    return RingConfig(1, 4, 128, 4) if rows <= FEW_ROWS else RingConfig(2, 3, 128, 1)
+    return RingConfig(1, 4, 128, 2) if rows <= FEW_ROWS else RingConfig(2, 3, 128, 1)
 
 
 def choose_rings(cache: torch.Tensor, rows: int, num_heads: int, dtype: torch.dtype) -> RingConfig | None:

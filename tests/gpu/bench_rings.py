@@ -22,7 +22,7 @@ from modelrunner.kernels.attention.ring_rows import RingConfig, RingWork, ring_w
 from modelrunner.kernels.attention.work_list import AttentionWork
 
 DIM, KV_HEADS = bench.DIM, bench.KV_HEADS
-CONFIGS = [RingConfig(2, 3, 128, 1), RingConfig(1, 4, 128, 4), RingConfig(1, 4, 128, 2), RingConfig(1, 5, 128, 4)]
+CONFIGS = [RingConfig(2, 3, 128, 1), RingConfig(1, 4, 128, 2), RingConfig(1, 6, 128, 2)]
 
 
 class RingLayers(decode.Layers):
