@@ -274,9 +274,9 @@ def _ring_builds(group: int, rows: int) -> list[Build]:
     signature |= dict.fromkeys((*steps, "table_row", "columns", "N", "num_rows", "programs"), "i32")
     config = ring_config(rows)
     constants = {"NUM_KV": 8, "GROUP": group, "PAGE": 16, "D": 2 * HALF, "SLOTS": config.buffers, "ASKING": config.asking}
-    rows = {"PAGE": 16, "NUM_KV": 8, "LEAST": LEAST_PAGES, "FIRST": FIRST_PAGES, "BLOCK_ROWS": rows, "BLOCK": AT_ONCE}
-    ring = Build(decode_ring, signature, constants | {"HAS_NORM": True, "PDL": True}, 4, 3, 0, steps, (90,), config.registers)
-    return [ring, Build(deal_pages, signature, rows)]
+    dealt = {"PAGE": 16, "NUM_KV": 8, "LEAST": LEAST_PAGES, "FIRST": FIRST_PAGES, "BLOCK_ROWS": rows, "BLOCK": AT_ONCE}
+    ring = Build(decode_ring, signature, constants | {"HAS_NORM": True, "PDL": True}, 4, 3, 16, steps, (90,), config.registers)
+    return [ring, Build(deal_pages, signature, dealt)]
 
 
 def _gather_build(kind: str, token: int, kept: str = "") -> Build:

@@ -38,9 +38,9 @@ def nth_unit(n, piece, N):
 @gluon.jit
 def _places(numbers, block, end, page_rows, PAGE: gl.constexpr):
     """Rows of the cache where a block's pages begin, by their numbers; past the end such as bring zeros."""
-    places = ()
+    places = ()  # the compiler takes no unpacking
     for i in gl.static_range(KEYS // PAGE):
-        places = places + (gl.where(block + i < end, numbers[i] * page_rows, -PAGE),)  # noqa: RUF005 - the compiler takes no unpacking
+        places = places + (gl.where(block + i < end, numbers[i] * page_rows, -PAGE),)  # type: ignore[assignment]  # noqa: RUF005
     return places
 
 
@@ -49,7 +49,7 @@ def _numbers(table, block, end, PAGE: gl.constexpr):
     """Of a block's pages, as far as there are."""
     numbers = ()
     for i in gl.static_range(KEYS // PAGE):
-        numbers = numbers + (gl.load(table + block + i, mask=block + i < end, other=0),)  # noqa: RUF005
+        numbers = numbers + (gl.load(table + block + i, mask=block + i < end, other=0),)  # type: ignore[assignment]  # noqa: RUF005
     return numbers
 
 
