@@ -18,6 +18,8 @@ STREAMS = 90  # programs that keep memory busy, each with a full pipeline,
 PROCESSORS = 132  # and as many as there may be of them
 PIPELINE = 224_000  # bytes of shared memory for it
 RING = 230_000  # the same for rings,
+REQUESTS = 3  # tiles of weights that a ring asks for at a time
+KEPT_PARTS = False  # parts of streams and tiles stay in the L2 cache, as those of rings do
 RING_ROWS = range(16, 33)  # which pay for so many rows
 HEAD = 2**16  # outputs of a product that is the model's head
 
@@ -93,7 +95,7 @@ class Ring:
     """Tiles of `ring_kernel`: as in `Tiles`; `warps` multiply, two more ask for weights and input.
 
     w_slots, x_slots: tiles of weights (with gate and up, pairs) and of x that shared memory has room for. registers: of a thread, when a
-    program starts.
+    program starts. requests: tiles of weights that are on their way at a time.
     """
 
     bt: int
@@ -104,6 +106,7 @@ class Ring:
     w_slots: int
     x_slots: int
     registers: int
+    requests: int = REQUESTS
 
 
 AnyTiles = Gemv | Several | Tiles | Stream | Ring
