@@ -9,7 +9,7 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from modelrunner.kernels.linear.gemv import gemv_kernel
-from modelrunner.kernels.linear.plan import AnyTiles, Gemv, Ring, Several, Stream, Tiles, Wide
+from modelrunner.kernels.linear.plan import KEPT_PARTS, AnyTiles, Gemv, Ring, Several, Stream, Tiles, Wide
 from modelrunner.kernels.linear.several import WARP, several_kernel
 from modelrunner.kernels.linear.stream import stream_kernel
 from modelrunner.kernels.linear.tiles import sum_kernel, tile_kernel
@@ -138,7 +138,8 @@ def _launch_tiles(
     tile_kernel[(triton.cdiv(outputs, tiles.bn), tiles.split, triton.cdiv(rows, tiles.bt))](
         x, extras.norm, weight, extras.scale, residual, out, parts, rows, outputs, x.stride(0), _stride(residual), extras.eps,
         K=x.shape[1], BT=tiles.bt, BN=tiles.bn, BK=tiles.bk, SPLIT=tiles.split, ACT=extras.act, HOLD=tiles.stages == 1,
-        WARM=tiles.warm and dependent["PDL"], num_warps=tiles.warps, num_stages=tiles.stages, **dependent,
+        WARM=tiles.warm and dependent["PDL"], KEEP=KEPT_PARTS and dependent["PDL"], num_warps=tiles.warps, num_stages=tiles.stages,
+        **dependent,
     )  # fmt: skip
 
 
@@ -156,7 +157,8 @@ def _launch_stream(
     stream_kernel[(triton.cdiv(outputs, tiles.bn), tiles.split, triton.cdiv(rows, tiles.bt))](
         x_blocks, _blocks(weight, tiles.bn, tiles.bk), x, weight, residual, out, parts, rows, outputs, x.stride(0), _stride(residual),
         K=x.shape[1], BT=tiles.bt, BN=tiles.bn, BK=tiles.bk, SPLIT=tiles.split, ACT=extras.act,
-        AHEAD=tiles.ahead if dependent["PDL"] else 0, EARLY=tiles.early, num_warps=tiles.warps, num_stages=tiles.stages, **dependent,
+        AHEAD=tiles.ahead if dependent["PDL"] else 0, EARLY=tiles.early,
+        KEEP=KEPT_PARTS and dependent["PDL"], num_warps=tiles.warps, num_stages=tiles.stages, **dependent,
     )  # fmt: skip
 
 
@@ -170,7 +172,7 @@ def _launch_ring(
     ring_kernel[(triton.cdiv(rows, tiles.bt), triton.cdiv(outputs, tiles.bn), tiles.split)](
         _ring_blocks(x, tiles.bt, tiles.bk), _ring_blocks(weight, tiles.bn, tiles.bk), residual, out, parts, rows, outputs,
         _stride(residual), ACT=extras.act, STEPS=inner // (tiles.bk * tiles.split), W_SLOTS=tiles.w_slots, X_SLOTS=tiles.x_slots,
-        num_warps=tiles.warps, maxnreg=tiles.registers, **pdl(x),
+        REQUESTS=tiles.requests, num_warps=tiles.warps, maxnreg=tiles.registers, **pdl(x),
     )  # fmt: skip
 
 

@@ -18,6 +18,8 @@ STREAMS = 90  # programs that keep memory busy, each with a full pipeline,
 PROCESSORS = 132  # and as many as there may be of them
 PIPELINE = 224_000  # bytes of shared memory for it
 RING = 230_000  # the same for rings,
+REQUESTS = 3  # tiles of weights that a ring asks for at a time
+KEPT_PARTS = False  # parts of streams and tiles stay in the L2 cache, as those of rings do
 RING_ROWS = range(16, 33)  # which pay for so many rows;
 WIDE_ROWS = range(33, 129)  # for so many, wide ones of gate and up,
 WIDE_MANY = range(241, 257)  # also where they have most of their rows,
@@ -97,7 +99,7 @@ class Ring:
     """Tiles of `ring_kernel`: as in `Tiles`; `warps` multiply, two more ask for weights and input.
 
     w_slots, x_slots: tiles of weights (with gate and up, pairs) and of x that shared memory has room for. registers: of a thread, when a
-    program starts.
+    program starts. requests: tiles of weights that are on their way at a time.
     """
 
     bt: int
@@ -108,6 +110,7 @@ class Ring:
     w_slots: int
     x_slots: int
     registers: int
+    requests: int = REQUESTS
 
 
 @dataclass(frozen=True)

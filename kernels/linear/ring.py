@@ -16,20 +16,28 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from modelrunner.kernels.linear.kept import store_kept
+
 # Names of Triton 3.6, and newer ones.
 _meet = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 _copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 
 
 @gluon.jit
-def _ask_for_weights(w_desc, ring, full, free, row, N, column, turn, PAIR: gl.constexpr, STEPS: gl.constexpr):
-    """One warp: tiles [BN, BK] of weights, with PAIR == 2 of gate and up, into ring [slots * PAIR, BN, BK]."""
+def _ask_for_weights(w_desc, ring, full, free, row, N, column, turn, PAIR: gl.constexpr, STEPS: gl.constexpr, REQUESTS: gl.constexpr):
+    """One warp: tiles [BN, BK] of weights, with PAIR == 2 of gate and up, into ring [slots * PAIR, BN, BK].
+
+    No more than REQUESTS tiles (or pairs) are on their way at a time: x and stores stand in line behind them.
+    """
     SLOTS: gl.constexpr = ring.shape[0] // PAIR
     BN: gl.constexpr = ring.shape[1]
     BK: gl.constexpr = ring.shape[2]
     for i in range(STEPS):
         slot = i % SLOTS
         mbarrier.wait(free.index(slot), (i // SLOTS + 1) & 1)
+        if REQUESTS < SLOTS:
+            landing = i + SLOTS - REQUESTS  # counted from a turn of the ring before the first, to be positive
+            mbarrier.wait(full.index(landing % SLOTS), (landing // SLOTS + 1) & 1, pred=i >= REQUESTS)
         mbarrier.expect(full.index(slot), PAIR * BN * BK * 2)
         step = (i + turn) % STEPS
         _copy(w_desc, [row, column + step * BK], full.index(slot), ring.index(slot * PAIR))
@@ -74,9 +82,9 @@ def _store(total, up, residual_ptr, out_ptr, part_ptr, part, first, row, T, N, r
     if part_ptr is not None:
         WIDTH = N * (2 if ACT != 0 else 1)
         at = part_ptr + (part.to(gl.int64) * T + t)[None, :] * WIDTH + n[:, None]
-        gl.store(at, total, mask=inside)
+        store_kept(at, total, inside)
         if ACT != 0:
-            gl.store(at + N, up, mask=inside)
+            store_kept(at + N, up, inside)
     else:
         dtype: gl.constexpr = out_ptr.dtype.element_ty
         if ACT != 0:
@@ -148,14 +156,14 @@ def _multiply(
 @gluon.jit(do_not_specialize=["T"])
 def ring_kernel(
     x_desc, w_desc, residual_ptr, out_ptr, part_ptr, T, N, residual_stride,
-    ACT: gl.constexpr, STEPS: gl.constexpr, W_SLOTS: gl.constexpr, X_SLOTS: gl.constexpr, PDL: gl.constexpr,
+    ACT: gl.constexpr, STEPS: gl.constexpr, W_SLOTS: gl.constexpr, X_SLOTS: gl.constexpr, REQUESTS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """out [T, N] = residual + x @ w.T; with ACT the activation of gate (rows 0..N of w) and up (rows N..2N). Program (t, n, s): BT rows,
     BN outputs, part s of K, of STEPS times BK.
 
     x_desc: of x [T, K] in blocks [BT, BK]; w_desc: of w in blocks [BN, BK]. part_ptr: None, or float32 [parts, T, N or 2N], which gets
-    plain sums instead of out. W_SLOTS, X_SLOTS: buffers in the rings. Each program begins at another step of K and comes round to it, so
-    that not all of them read the same of x at a time.
+    plain sums instead of out. W_SLOTS, X_SLOTS: buffers in the rings. REQUESTS: tiles of weights on their way at a time. Each program
+    begins at another step of K and comes round to it, so that not all of them read the same of x at a time.
     """
     if PDL:
         gdc_launch_dependents()
@@ -186,7 +194,7 @@ def ring_kernel(
                 (w_ring, w_full, w_free, x_ring, x_full, x_free, residual_ptr, out_ptr, part_ptr, T, N, residual_stride,
                  ACT, STEPS, PDL),
             ),
-            (_ask_for_weights, (w_desc, w_ring, w_full, w_free, first, N, column, turn, PAIR, STEPS)),
+            (_ask_for_weights, (w_desc, w_ring, w_full, w_free, first, N, column, turn, PAIR, STEPS, REQUESTS)),
             (_ask_for_input, (x_desc, x_ring, x_full, x_free, row, column, turn, STEPS, PDL)),
         ],
         [1, 1],

@@ -82,14 +82,14 @@ def _sums(
 def stream_kernel(
     x_desc, w_desc, x_ptr, w_ptr, residual_ptr, out_ptr, part_ptr, T, N, x_stride, residual_stride,
     K: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, ACT: tl.constexpr, AHEAD: tl.constexpr,
-    EARLY: tl.constexpr, PDL: tl.constexpr,
+    EARLY: tl.constexpr, KEEP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out [T, N] = residual + x @ w.T; with ACT the activation of gate (rows 0..N of w) and up (rows N..2N). Program (n, s, t): BN outputs,
     part s of K, BT rows.
 
     x_desc: of x_ptr [T, K] in blocks [BT, BK], None with EARLY; w_desc: of w_ptr in blocks [BN, BK]. part_ptr: None, or float32
     [SPLIT, T, N or 2N], which gets plain sums instead of out. AHEAD: columns of a program's weights, a multiple of BK, that are fetched
-    into the L2 cache while it waits. EARLY > 0: they come into shared memory instead.
+    into the L2 cache while it waits. EARLY > 0: they come into shared memory instead. KEEP: parts stay in the L2 cache.
     """
     if PDL:
         gdc_launch_dependents()
@@ -112,4 +112,4 @@ def stream_kernel(
         residual = residual_of(residual_ptr, n, t, T, N, residual_stride)
         finish(total, up, residual, None, out_ptr, n, t, T, N, ACT)
     else:
-        store_parts(total, up, part_ptr, split, n, t, T, N, ACT)
+        store_parts(total, up, part_ptr, split, n, t, T, N, ACT, KEEP)

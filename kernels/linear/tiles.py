@@ -16,6 +16,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from modelrunner.kernels.activation.gated import gated
+from modelrunner.kernels.linear.kept import store_kept
 
 
 @triton.jit
@@ -75,14 +76,20 @@ def finish(total, up, residual, scale_ptr, out_ptr, n, t, T, N, ACT: tl.constexp
 
 
 @triton.jit
-def store_parts(total, up, part_ptr, split, n, t, T, N, ACT: tl.constexpr):
-    """Plain sums [BN, BT] of part `split` of K for outputs n and rows t, into part_ptr [SPLIT, T, N or 2N]."""
+def store_parts(total, up, part_ptr, split, n, t, T, N, ACT: tl.constexpr, KEEP: tl.constexpr):
+    """Plain sums [BN, BT] of part `split` of K for outputs n and rows t, into part_ptr [SPLIT, T, N or 2N]. KEEP: by `store_kept`."""
     WIDTH = N * (2 if ACT != 0 else 1)
     inside = (n < N)[:, None] & (t < T)[None, :]
     at = part_ptr + (split.to(tl.int64) * T + t)[None, :] * WIDTH + n[:, None]
-    tl.store(at, total, mask=inside)
+    if KEEP:
+        store_kept(at, total, inside)
+    else:
+        tl.store(at, total, mask=inside)
     if ACT != 0:
-        tl.store(at + N, up, mask=inside)
+        if KEEP:
+            store_kept(at + N, up, inside)
+        else:
+            tl.store(at + N, up, mask=inside)
 
 
 @triton.jit
@@ -154,12 +161,12 @@ def _add_loaded(
 def tile_kernel(
     x_ptr, norm_ptr, w_ptr, scale_ptr, residual_ptr, out_ptr, part_ptr, T, N, x_stride, residual_stride, eps,
     K: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, ACT: tl.constexpr,
-    HOLD: tl.constexpr, WARM: tl.constexpr, PDL: tl.constexpr,
+    HOLD: tl.constexpr, WARM: tl.constexpr, KEEP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """As `gemv_kernel`, for T rows. Program (n, s, t): BN outputs, part s of K, BT rows.
 
     part_ptr: None, or float32 [SPLIT, T, N or 2N], which gets plain sums instead of out; `sum_kernel` does the rest. HOLD: all weights of a
-    program are in shared memory before the input is there.
+    program are in shared memory before the input is there. KEEP: parts stay in the L2 cache.
     """
     if PDL:
         gdc_launch_dependents()
@@ -195,7 +202,7 @@ def tile_kernel(
             up *= rstd
         finish(total, up, residual, scale_ptr, out_ptr, n, t, T, N, ACT)
     else:
-        store_parts(total, up, part_ptr, split, n, t, T, N, ACT)
+        store_parts(total, up, part_ptr, split, n, t, T, N, ACT, KEEP)
 
 
 @triton.jit

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 from modelrunner.kernels.activation.reference import silu_mul
 from modelrunner.kernels.linear import launch
 from modelrunner.kernels.linear.launch import Extras
-from modelrunner.kernels.linear.plan import Ring, Stream, Wide
+from modelrunner.kernels.linear.plan import Ring, Stream, Tiles, Wide
 from modelrunner.kernels.norm.reference import rms_norm
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
@@ -24,6 +24,8 @@ pytestmark = [
 RINGS = [
     Ring(16, 64, 128, 1, 4, 5, 4, 64),
     Ring(32, 64, 256, 2, 4, 2, 2, 64),
+    Ring(32, 64, 128, 2, 4, 5, 2, 64, requests=1),
+    Ring(16, 64, 64, 4, 4, 7, 3, 64, requests=2),
     Ring(32, 128, 64, 4, 4, 3, 2, 104),
     Ring(64, 64, 64, 2, 4, 2, 3, 104),
     Ring(128, 128, 64, 1, 8, 3, 2, 160),
@@ -76,6 +78,19 @@ def test_rings(tiles: Ring | Wide, kind: str, rows: int) -> None:
         assert float((got.double() - want).norm() / want.norm()) < 6e-3
         stream = launch.run(Stream(min(tiles.bt, 64), 64, 64, tiles.split, 4, 3), x, weight, extras)
         assert float((got.double() - stream.double()).norm() / want.norm()) < 6e-3
+
+
+@pytest.mark.parametrize("tiles", [Stream(32, 64, 128, 4, 4, 3), Tiles(16, 64, 128, 4, 4, 3), Tiles(16, 64, 256, 2, 4, 1)], ids=str)
+def test_parts_that_stay_in_the_cache_are_the_same(tiles: Stream | Tiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums of the same parts in the same order, whichever way these were stored; rows and outputs that fill no last tile."""
+    x, residual, weight = noise(13, 1024), noise(13, 992), noise(992, 1024, scale=0.03)
+    extras = Extras(residual=residual)
+    want = launch.run(tiles, x, weight, extras)
+    monkeypatch.setattr(launch, "KEPT_PARTS", True)
+    assert torch.equal(launch.run(tiles, x, weight, extras), want)
+    gated = replace(extras, residual=None, act=1)
+    got = launch.run(tiles, x, weight, gated)
+    assert float((got.double() - product(x, weight, gated)).norm() / got.double().norm()) < 6e-3
 
 
 @pytest.mark.parametrize("tiles", [RINGS[1], WIDE[1], WIDE[5]], ids=str)
