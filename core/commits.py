@@ -33,15 +33,11 @@ class Commits:
         plan, records = outcome.plan, outcome.records
         if isinstance(steady, SteadyDrafts):
             tokens, counts = records[:, steady.tokens], records[:, Record.NUM_TOKENS]
-            computed = steady.num_computed
-            generated = int(np.add.reduce(counts))
-            self.stats.num_drafted += int(np.add.reduce(records[:, Record.DRAFTED]))
-            self.stats.num_accepted += generated - plan.num_rows  # each row's tokens but one were drafts
+            self.stats.computed_tokens += steady.num_computed  # it counts the rest itself, many steps at a time
         else:
             tokens, counts = records[:, Record.TOKENS : Record.TOKENS + 1], plan.num_query
-            computed = generated = plan.num_tokens
-        self.stats.computed_tokens += computed
-        self.stats.generated_tokens += generated
+            self.stats.computed_tokens += plan.num_tokens
+            self.stats.generated_tokens += plan.num_tokens
         for table in self.rows.tables:
             if table.windowed:
                 table.free_behind(plan.rows, steady.computed(), self._pool)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from modelrunner.page_pool import Int32Array
+import numpy as np
+import numpy.typing as npt
 
 PROBE, PERIOD = 4, 256  # of so many steps the first few draft as much as they may, so that what is not used is still measured
 MEMORY = 0.98  # what a step leaves of the weight of those before it
+LEAST_EARLY_STEPS, EARLY_STEPS = 2, 4  # that a row gets a page before it may need it
 GUESS = 0.7  # share of drafts kept, before anything is known,
 GUESSED = 20.0  # with the weight of so many drafts
 DRAFT_COST = 0.03  # what a draft adds to a step that has tokens to spare, as a share of the step
@@ -48,6 +50,15 @@ class DraftPolicy:
         """Tokens beyond those of a step that a cache group needs pages for: a drafter's own passes."""
         return self.most if group in self._groups else 0
 
+    def early(self, tokens_per_page: int, ahead: int) -> int:
+        """Tokens before which a row may get a page that holds so many: those of some steps. Up to EARLY_STEPS if that is not more than is
+        left of the pages that it may hold anyway for drafts that turn out not to be kept. ahead: as `ahead` says of the group."""
+        if not self.most:
+            return 0
+        slots, left = 1 + self.most, -(ahead + self.most_ahead) % tokens_per_page
+        wanted = min(max(left, LEAST_EARLY_STEPS * slots), EARLY_STEPS * slots)
+        return max(min(wanted, tokens_per_page - slots), 0)  # with more, one page would not always be enough
+
     def drafts_in(self, num_decode: int, max_tokens: int, step: int) -> int:
         """k of a step of so many decode rows, which computes at most max_tokens. step: its number."""
         if not self.most or (self._off_above is not None and num_decode > self._off_above):
@@ -70,8 +81,8 @@ class DraftPolicy:
         least = min((k for k in self.choices if k), default=0)
         return (*found, 0) if 0 in self.choices or not fits(least, most) else tuple(found)
 
-    def learn(self, drafted: Int32Array, accepted: Int32Array) -> None:
-        """Drafts of rows were checked, and kept. [n] each; of one step or several."""
+    def learn(self, drafted: npt.NDArray[np.integer], accepted: npt.NDArray[np.integer]) -> None:
+        """Drafts of rows were checked, and kept: arrays of one shape; of one step or several."""
         if self._spare is None:
             return
         for place in range(self.most):

@@ -153,7 +153,7 @@ class PagePool:
             self._evict(count - self._num_free)
         self._num_free -= count
         pages: Int32Array = self._stack[self._num_free : self._num_free + count][::-1].copy()
-        self.owners[pages] = 1
+        self.owners[pages if count != 1 else pages.item()] = 1  # of one, by its number: that takes a tenth of the time
         return pages
 
     def retain(self, pages: Int32Array) -> None:

@@ -19,6 +19,9 @@ from modelrunner.batch import EMPTY_PATCH, Int32Array, Patch
 NUMPY_DTYPES: dict[torch.dtype, type[np.generic]] = {torch.int32: np.int32, torch.int64: np.int64, torch.float32: np.float32}
 RUN_OVERHEAD = 4  # words that a run costs in a packed patch beside its own: destination (2), length (1), start (1)
 
+ONES = np.ones(4096, np.int32)  # lengths of runs of one word
+ONES.setflags(write=False)
+
 
 @dataclass(frozen=True)
 class Column:
@@ -197,8 +200,15 @@ class PatchBuilder:
         region = self.table.regions[name]
         if region.column.words != 1:
             raise ValueError(f"column {name!r} has 64-bit elements; only whole rows can be set")
-        words = np.ascontiguousarray(values, dtype=NUMPY_DTYPES[region.column.dtype]).view(np.int32)
-        self._add(region.base + rows.astype(np.int64) * region.stride + cols, np.ones(words.size, np.int32), words)
+        dtype = NUMPY_DTYPES[region.column.dtype]
+        words = values if values.dtype == dtype == np.int32 else np.ascontiguousarray(values, dtype=dtype).view(np.int32)
+        if rows.size == 1:
+            dst = np.array([region.base + rows.item() * region.stride + cols.item()], np.int64)
+        else:
+            dst = rows * np.int64(region.stride)
+            dst += cols
+            dst += region.base
+        self._add(dst, ONES[: words.size] if words.size <= ONES.size else np.ones(words.size, np.int32), words)
 
     def _run(self, dst: int, words: Int32Array) -> None:
         if words.size:
@@ -215,4 +225,6 @@ class PatchBuilder:
         assert self.num_words <= self.table.max_patch_words, (self.num_words, self.table.max_patch_words)
         if not self._dst:
             return EMPTY_PATCH
+        if len(self._dst) == 1:
+            return Patch(self._dst[0], self._length[0], self._words[0])
         return Patch(np.concatenate(self._dst), np.concatenate(self._length), np.concatenate(self._words))

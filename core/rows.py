@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from modelrunner.aside import Aside
 from modelrunner.draft_policy import NO_DRAFTS, DraftPolicy
 from modelrunner.page_pool import GroupLayout, Int32Array, PagePool
 from modelrunner.prefix_cache import Hit
@@ -53,11 +54,13 @@ class BlockTable:
     null ones included. first: null, because behind the window. indexed: offered to the prefix cache. hashed: to be offered once computed.
     """
 
-    def __init__(self, layout: GroupLayout, index: int, max_rows: int, max_model_len: int, ahead: int = 0) -> None:
-        """ahead: tokens beyond those of a step that the row needs pages for: a drafter's passes."""
+    def __init__(self, layout: GroupLayout, index: int, max_rows: int, max_model_len: int, policy: DraftPolicy = NO_DRAFTS) -> None:
+        """ahead: tokens beyond those of a step that the row needs pages for: a drafter's passes. early: tokens before which a row of a step
+        with drafts gets a page, if another one needs one (see `HostRows.early`)."""
         self.layout = layout
         self.index = index
-        self.ahead = ahead
+        self.ahead = policy.ahead(layout.name)
+        self.early = policy.early(layout.tokens_per_page, self.ahead)
         self.tokens_per_page = layout.tokens_per_page
         self.max_pages = max(layout.pages_for(max_model_len), 1)
         self.pages = np.zeros((max_rows, self.max_pages), np.int32)
@@ -99,7 +102,13 @@ class BlockTable:
 
     def grow_one(self, rows: Int32Array, pool: PagePool) -> Growth:
         """Give each row one page more."""
-        cols, pages = self.used[rows], pool.alloc(rows.size)
+        pages = pool.alloc(rows.size)
+        if rows.size == 1:  # as below, without arrays of indices
+            row = rows.item()
+            col = self.used.item(row)
+            self.pages[row, col], self.used[row] = pages.item(), col + 1
+            return Growth(self.index, rows, np.array([col], np.int32), pages)
+        cols = self.used[rows]
         self.pages[rows, cols] = pages
         self.used[rows] = cols + 1
         return Growth(self.index, rows, cols, pages)
@@ -150,7 +159,8 @@ class HostRows:
     last_ticket [int64]: last step that names the row.
     guided [bool]: each of its tokens needs a mask that depends on the one before. held [bool]: that mask is not there yet.
     computable: tokens up to the first item of media that is not encoded.
-    token_log [max_rows, max_model_len]: prompt and committed output. features [int64]: bits of `batch.Feature`.
+    token_log [max_rows, max_model_len]: prompt and committed output, `known` tokens; what lies behind is undefined. aside: tokens on their
+    way there. features [int64]: bits of `batch.Feature`.
     """
 
     def __init__(self, layouts: Sequence[GroupLayout], max_rows: int, max_model_len: int, policy: DraftPolicy = NO_DRAFTS) -> None:
@@ -176,9 +186,8 @@ class HostRows:
         self.num_media = 0  # active rows with media that they have not computed yet
         self.last_ticket = np.full(max_rows, -1, np.int64)
         self.token_log = np.zeros((max_rows, max_model_len), np.int32)
-        self.tables = [
-            BlockTable(layout, index, max_rows, max_model_len, policy.ahead(layout.name)) for index, layout in enumerate(layouts)
-        ]
+        self.aside = Aside(self.token_log, 1 + policy.most)
+        self.tables = [BlockTable(layout, index, max_rows, max_model_len, policy) for index, layout in enumerate(layouts)]
 
     def open(
         self, row: int, tokens: Int32Array, computed: int, num_prompt: int, limit: int, features: int, guided: bool = False, drafts: int = 0
@@ -286,6 +295,24 @@ class HostRows:
         most = sum(table.layout.pages_for(1 + self.policy.most + table.ahead) for table in self.tables)
         return math.inf if self.num_media else most * num_active
 
+    def early(
+        self, rows: Int32Array, upper: Int32Array, limit: Int32Array, num_decode: int, deficits: list[Int32Array], available: int
+    ) -> list[Int32Array]:
+        """Pages that rows get for a step with drafts, by group. They lack `deficits` for `upper` tokens. The first num_decode decode.
+
+        The idea: with drafts, rows fill their pages at times that nobody knows, some row nearly every step, and giving pages costs about as
+        much for many rows as for one. So when a decode row lacks one, others that may soon lack one (`BlockTable.early`) get theirs too, if
+        all these are `available`.
+        """
+        found = []
+        for table, deficit in zip(self.tables, deficits, strict=True):
+            if table.early and deficit[:num_decode].any():
+                later = upper.copy()
+                later[:num_decode] += table.early
+                deficit = table.lacks(rows, later, limit)
+            found.append(deficit)
+        return found if sum(int(deficit.sum()) for deficit in found) <= available else deficits
+
     def append(self, rows: Int32Array, tokens: Int32Array, counts: Int32Array) -> None:
         """Commit the first `counts[i]` of `tokens[i]` ([M, 1+k]) to each row."""
         if tokens.shape[1] == 1 and (counts == 1).all():
@@ -316,7 +343,7 @@ class HostRows:
             assert np.array_equal(table.pages > 0, inside), f"group {table.layout.name}: holes in a block table, or pages outside of it"
             assert not table.used[~on].any(), f"group {table.layout.name}: a free row holds pages"
             filled = -(-np.minimum(self.computed_upper, self.limit - 1) // table.tokens_per_page)
-            spare = table.layout.pages_for(table.ahead + self.policy.most_ahead) if self.policy.most else 0
+            spare = table.layout.pages_for(table.ahead + self.policy.most_ahead + table.early) if self.policy.most else 0
             assert (filled <= table.used)[on].all(), f"group {table.layout.name}: tokens without a page"
             assert (table.used <= filled + spare)[on].all(), f"group {table.layout.name}: more pages than the tokens fill"
             needed = table.layout.group.needed_from(self.computed.astype(np.int64)) // table.tokens_per_page

@@ -68,14 +68,14 @@ class Scheduler:
     ) -> None:
         self.pool = pool
         self.depth = depth
-        self.stats = Stats(drafted_at=[0] * drafting.most, accepted_at=[0] * drafting.most)
+        self._stats = Stats(drafted_at=[0] * drafting.most, accepted_at=[0] * drafting.most)
         self._rows = HostRows(groups, max_rows, max_model_len, drafting)
         self.admission = Admission(
             self._rows, pool, seats or {}, row_values, on_admit, on_remove,
             max_batched_tokens=max_batched_tokens, by_priority=policy == "priority",
             chunked=chunked_prefill, caching=prefix_caching, cache_seed=cache_seed, shifted=shifted_cache, media=media,
         )  # fmt: skip
-        self.commits = Commits(self._rows, pool, self.admission, self.stats, clock)
+        self.commits = Commits(self._rows, pool, self.admission, self._stats, clock)
         self._builder = builder
         self._budget = TokenBudget(max_batched_tokens, max_mixed_tokens if chunked_prefill else None, usual_context)
         self._deadlines = Deadlines()
@@ -92,6 +92,13 @@ class Scheduler:
         """Counters of every row, up to date. Ask again after a plan or a commit."""
         self._settle()
         return self._rows
+
+    @property
+    def stats(self) -> Stats:
+        """Counters since start, up to date. Ask again after a commit."""
+        if self._steady is not None:
+            self._steady.count()
+        return self._stats
 
     # ---- requests ------------------------------------------------------------------------------------------------
 
@@ -218,6 +225,8 @@ class Scheduler:
             if self._in_flight:
                 return Drain(f"{missing} cache pages are needed and {self.pool.available} available")
             self._preempt(self._victim())
+        if num_draft and missing:
+            deficits = self._rows.early(rows, upper, limit, num_decode, deficits, self.pool.available)
         cached = int(self._rows.computed_upper[rows[:num_decode]].sum())
         tokens = self._budget.tokens(num_decode, rows.size - num_decode + len(self.admission.queue), cached, 1 + num_draft)
         draft = Draft(self._builder(), tokens, num_decode, num_draft)
@@ -248,13 +257,14 @@ class Scheduler:
             return None
         growths: list[Growth] = []
         patch = EMPTY_PATCH
-        if due := steady.due():
-            if sum(rows.size for _, rows in due) > self.pool.available:
+        if due := steady.due(self.pool.available):
+            if sum([rows.size for _, rows in due]) > self.pool.available:
                 return None
             builder = self._builder()
             for table, rows in due:
-                growths.append(table.grow_one(rows, self.pool))
-                note_growth(builder, table.layout.name, growths[-1])
+                growth = table.grow_one(rows, self.pool)
+                growths.append(growth)
+                note_growth(builder, table.layout.name, growth)
             patch = builder.build()
         plan = steady.plan(self._step, patch)
         self._undo = Undo(plan, steady.all, growths, [], self._step - 1)
@@ -263,7 +273,7 @@ class Scheduler:
         return plan
 
     def _steady_from(self, first: Plan) -> Steady | SteadyDrafts:
-        return SteadyDrafts(self._rows, first, self.stats) if first.num_draft else Steady(self._rows, first)
+        return SteadyDrafts(self._rows, first, self._stats) if first.num_draft else Steady(self._rows, first)
 
     def _settle(self) -> None:
         """Write down what the steady path has not written yet: whoever reads rows needs it."""
@@ -283,7 +293,7 @@ class Scheduler:
             chunks.append(chunk)
             sampled.append(self._rows.advance_one(entry.request.row, chunk))
             draft.budget -= chunk
-            self.stats.admitted(entry, 1)
+            self._stats.admitted(entry, 1)
         if entries:
             self._running = np.concatenate([self._running, draft.admit(entries, chunks, sampled)])
 
@@ -293,7 +303,7 @@ class Scheduler:
             return None
         if self._rows.num_media:
             plan = self.admission.media.attach(plan)
-        self.stats.held += self.num_held
+        self._stats.held += self.num_held
         table = self._rows
         self._undo = Undo(plan, np.concatenate(draft.sampled), draft.growths, draft.admitted, table.last_ticket[plan.rows])
         table.last_ticket[plan.rows] = plan.step
@@ -331,7 +341,7 @@ class Scheduler:
         for growth in undo.growths:
             table.tables[growth.group].shrink(growth, np.isin(growth.rows, plan.rows[~alive]), self.pool)
         for entry in undo.admitted:
-            self.stats.admitted(entry, -1)
+            self._stats.admitted(entry, -1)
             if entry.request.status is Status.RUNNING:
                 self.admission.release(entry.request)
                 self.admission.requeue(entry)
@@ -347,7 +357,7 @@ class Scheduler:
         self._in_flight.popleft()
         if self._undo is not None and self._undo.plan is plan:
             self._undo = None
-        self.stats.steps += 1
+        self._stats.steps += 1
         if self._steady is not None and self._steady.commit(plan, outcome.records):
             return self.commits.steady(outcome, self._steady)
         self._settle()
@@ -376,7 +386,7 @@ class Scheduler:
         held = bool(self._rows.held[entry.request.row])
         self.admission.release(entry.request)
         entry.request.num_preemptions += 1
-        self.stats.preemptions += 1
+        self._stats.preemptions += 1
         self.admission.requeue(entry, parked=held)
         self._refresh_running()
         self.admission.reclaim_rows(self._step)

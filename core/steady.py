@@ -8,13 +8,14 @@ committed steps in two integers, lays committed tokens aside, and writes all tha
 from __future__ import annotations
 
 import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
 
+from modelrunner.aside import most_kept, runs
 from modelrunner.batch import Finish, Patch, Plan, Record
 from modelrunner.page_pool import Int32Array
 from modelrunner.rows import BlockTable, HostRows
 
-MOST_KEPT = 32  # steps whose tokens are laid aside before they are written to the log
+NAMES = slice(None), slice(0, int(Record.DRAFTED))  # of all records the words that tell that all is as ever
+TOKEN = slice(None), int(Record.TOKENS)
 
 
 class Steady:
@@ -41,12 +42,14 @@ class Steady:
             self.left = 0  # drafts that were not kept left whole pages to spare: those are filled first
         self.all = np.ones(self.rows.size, np.bool_)
         zero = np.zeros_like(self.rows)
-        self._expected = np.stack([self.rows, first.generations, zero + 1, zero + Finish.NONE], 1)
+        self._expected = np.stack([self.rows, first.generations, zero + 1, zero + Finish.NONE])
+        self._as_expected = b"\1" * self._expected.size
+        self._most_kept = most_kept(self.rows.size)
         for array in (first.rows, first.generations, first.num_query):
             array.setflags(write=False)  # the runner knows from the array that its contents are the same
 
-    def due(self) -> list[tuple[BlockTable, Int32Array]]:
-        """Rows that need one page more for the next step, by group; groups where there are none are left out."""
+    def due(self, available: int) -> list[tuple[BlockTable, Int32Array]]:
+        """Rows that need one page more for the next step, by group; groups where there are none are left out. available: pages."""
         turn = self._step - self._first.step
         pairs = zip(self._table.tables, self._calendars, strict=True)
         return [(table, rows) for table, days in pairs if (rows := days.get(turn % table.tokens_per_page)) is not None]
@@ -71,16 +74,19 @@ class Steady:
         """
         if plan.rows is not self.rows or plan is self._first:
             return False
-        if not (records[:, : Record.DRAFTED] == self._expected).all():
+        if (self._expected == records[NAMES].T).tobytes() != self._as_expected:
             return False
-        self._tokens.append(records[:, Record.TOKENS])
-        if len(self._tokens) == MOST_KEPT:
+        self._tokens.append(records[TOKEN])
+        if len(self._tokens) == self._most_kept:
             self._settle_tokens()
         return True
 
     def computed(self) -> Int32Array:
         """Committed tokens of each row that are in the cache, [N]."""
         return self._table.computed[self.rows] + np.int32(len(self._tokens))
+
+    def count(self) -> None:
+        """The sums in the scheduler's `stats` are up to date already: each step has as many tokens as rows."""
 
     def settle(self) -> None:
         """Write everything to the rows: from now on, until the next plan or commit, the table says how things are."""
@@ -95,11 +101,11 @@ class Steady:
             self._settle_tokens()
 
     def _settle_tokens(self) -> None:
-        table, rows, tokens = self._table, self.rows, np.stack(self._tokens, 1)
+        table, rows, count = self._table, self.rows, len(self._tokens)
+        tokens = np.ascontiguousarray(np.concatenate(self._tokens).reshape(count, -1).T)
         self._tokens.clear()
-        count = tokens.shape[1]
-        runs = sliding_window_view(table.token_log, count, 1, writeable=True)  # a run of tokens at once is three times as fast
-        runs[rows, table.known[rows]] = tokens
+        items = runs(table.token_log, count)
+        items[rows.astype(np.int64) * table.max_model_len + table.known[rows]] = tokens.view(items.dtype).ravel()
         table.known[rows] += count
         table.computed[rows] += count
 

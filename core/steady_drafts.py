@@ -2,23 +2,23 @@
 
 As in `steady`, a step differs from the one before in little: the rows, their tenancies and how many tokens each may get stay the same.
 What changes is how far each row has come: one sum for a row, to which a commit adds. All else that is counted of a row follows from it and
-from the number of steps in flight, and is written into `HostRows` before somebody reads it there. Records are laid aside whole, and what
-they say is written down many steps at a time.
+from the number of steps in flight, and is written into `HostRows` before somebody reads it there. What records say is laid aside, and
+written down many steps at a time (see `aside`).
 """
 
 from __future__ import annotations
 
 import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
+from modelrunner.aside import COUNTS, MOST_KEPT, most_kept
 from modelrunner.batch import Finish, Patch, Plan, Record, record_words
 from modelrunner.page_pool import Int32Array
 from modelrunner.rows import BlockTable, HostRows
-from modelrunner.steady import MOST_KEPT
+from modelrunner.steady import NAMES
 from modelrunner.step_books import Stats
 
-NAMED = b"\1\1\0\1"  # which of a record's first words are those that are expected: row, tenancy, a count that is not 0, and no end
+NAMED = b"\1", b"\1", b"\0", b"\1"  # which of a record's first words are those expected: row, tenancy, a count that is not 0, and no end
 
 
 class SteadyDrafts:
@@ -30,27 +30,26 @@ class SteadyDrafts:
     def __init__(self, table: HostRows, first: Plan, stats: Stats) -> None:
         """Right after `first` was planned."""
         self.rows = first.rows
-        self._first, self._table, self._stats = first, table, stats
+        self._first, self._table, self._stats, self._aside = first, table, stats, table.aside
         self._step = first.step
-        self._kept: list[Int32Array] = []  # records of each step committed and not yet settled
+        self._counted = 0, 0, 0  # what `stats` knows of the steps laid aside: how many of them, their tokens, their drafts
         self._query = first.num_query
         self.num_computed = int(first.num_query.sum())
         self.tokens = slice(int(Record.TOKENS), record_words(first.num_draft))
-        self._steps: dict[int, Int32Array] = {}  # query tokens of each row in so many steps
         self._loaded = False
         self._planned = False  # since the last settling
-        self.all = np.ones(self.rows.size, np.bool_)
+        self.all, self._every = np.ones(self.rows.size, np.bool_), np.arange(self.rows.size)
         zero = np.zeros_like(self.rows)
-        self._expected = np.stack([self.rows, first.generations, zero, zero + Finish.NONE], 1)
-        self._as_expected = NAMED * self.rows.size
+        self._expected = np.stack([self.rows, first.generations, zero, zero + Finish.NONE])
+        self._as_expected = b"".join(each * self.rows.size for each in NAMED)
         usual = np.minimum(table.drafts[self.rows], first.num_draft) + 1
-        slots = 1 + first.num_draft
+        slots = self._slots = 1 + first.num_draft
         small = table.max_model_len < slots or any(each.tokens_per_page < slots for each in table.tables)
         self._left = 0
         self._usable = np.array_equal(usual, first.num_query) and not small
-        if self._usable:
-            self._runs = sliding_window_view(table.token_log, slots, 1, writeable=True)
         self.wavering = table.policy.varies
+        self._aside.begin(self.rows, slots)
+        self._most_kept = MOST_KEPT if self.wavering else most_kept(self.rows.size)  # what was kept lately decides what is drafted next
         for array in (first.rows, first.generations, first.num_query):
             array.setflags(write=False)  # the runner knows from the array that its contents are the same
 
@@ -65,44 +64,80 @@ class SteadyDrafts:
         """Take over how far the rows have come.
 
         `_come` [N]: tokens that a row knows at most after the steps that were planned by now, each corrected when it is committed.
-        `_ahead`: steps planned since, less those committed since. `_reach` [N] of each group: the same number of tokens, of the next step,
-        up to which a row has pages.
+        `_ahead`: steps planned since, less those committed since. `_length`: tokens that a row has in the newest step, at most.
+        `_room` [N] of each group: the number that `_come` may be and the row yet needs no page for the next step, if there are `_room_for`
+        steps ahead. `_enough` [N] of each group: what that is for a row with pages up to its limit. `_free`: steps that can surely be
+        planned before a row needs a page. `_due`: rows that get one with the next plan, by group, as places in [0, N).
         """
-        table, rows, slots = self._table, self.rows, 1 + self._first.num_draft
-        self._come, self._ahead = table.known_upper[rows], 0
+        table, rows = self._table, self.rows
+        self._come = table.known_upper[rows]
+        self._ahead = self._room_for = self._free = 0
         self._start, self._lower = self._come.copy(), table.known_lower[rows]
-        self._computed = table.computed[rows] - self._come
-        self._reach = [each.used[rows] * each.tokens_per_page - each.ahead + 1 for each in table.tables]
+        self._uncomputed = self._come - table.computed[rows]
+        self._length = int(self._come.max()) - 1
+        more, limit = 1 - self._query, table.limit[rows]
+        self._room = [each.used[rows] * each.tokens_per_page - each.ahead + more for each in table.tables]
+        self._enough = [limit - 1 - each.ahead + more for each in table.tables]
         self._due: list[tuple[int, NDArray[np.intp]]] = []
         ahead = max([0, *(each.ahead for each in table.tables)])
-        self._left = int((table.limit[rows] - self._come).min() - ahead - 1) // slots
+        self._left = int((limit - self._come).min() - ahead - 1) // self._slots
         self._loaded = True
 
-    def due(self) -> list[tuple[BlockTable, Int32Array]]:
-        """Rows that need one page more for the next step, by group; groups where there are none are left out. After a look at `left`."""
-        steps = self._ahead + 1
-        if steps not in self._steps:
-            self._steps[steps] = steps * self._query
-        self._next = self._come + self._steps[steps]
-        found = []
-        self._due.clear()
-        for group, reach in enumerate(self._reach):
-            at = (self._next > reach).nonzero()[0]
-            if at.size:
-                self._due.append((group, at))
-                found.append((self._table.tables[group], self.rows[at]))
-        return found
+    def due(self, available: int) -> list[tuple[BlockTable, Int32Array]]:
+        """Rows that get one page more for the next step, by group; groups where there are none are left out. After a look at `left`, and
+        once for each plan. available: pages; with fewer than `HostRows.early` asks for, only those rows that need one for the next step.
+
+        A plan takes a row at most `_slots` tokens on, and a commit takes it back or leaves it where it is. So the room that the row with
+        least has now is enough for so many plans, whatever is committed between them.
+        """
+        if self._free > 0:
+            self._free -= 1
+            return []
+        if self._ahead != self._room_for:
+            more, self._room_for = (self._ahead - self._room_for) * self._query, self._ahead
+            self._room, self._enough = [each - more for each in self._room], [each - more for each in self._enough]
+        tables, least = self._table.tables, self._left * self._slots
+        lacking: list[tuple[int, int, Int32Array]] = []
+        for group, room in enumerate(self._room):
+            spare = room - self._come
+            at_least = spare.item(spare.argmin())
+            if at_least < 0:
+                lacking.append((group, at_least, spare))
+            elif at_least < least:
+                least = at_least
+        if lacking:
+            least = min(least, self._choose(lacking, available))
+        self._free = least // self._slots
+        return [(tables[group], self.rows[at]) for group, at in self._due] if lacking else []
+
+    def _choose(self, lacking: list[tuple[int, int, Int32Array]], available: int) -> int:
+        """Which rows get pages of the groups in which some row lacks one (group, room of the row with least, [N] of each). Returns how much
+        of it there is then at least."""
+        tables, least = self._table.tables, []
+        for group, at_least, spare in lacking:
+            table = tables[group]
+            at = self._every
+            if at.size > 1:
+                at = ((spare < table.early) & (self._room[group] < self._enough[group])).nonzero()[0]
+            self._due.append((group, at))
+            least.append(at_least + table.tokens_per_page if at.size == self.rows.size else table.early)
+        if sum([at.size for _, at in self._due]) <= available:
+            return min(least)
+        self._due = [(group, (spare < 0).nonzero()[0]) for group, _, spare in lacking]
+        return 0
 
     def plan(self, step: int, patch: Patch) -> Plan:
         """The next plan, for which the rows that `due` named have got a page."""
         first, tables = self._first, self._table.tables
-        for group, at in self._due:
-            self._reach[group][at] += tables[group].tokens_per_page
+        if self._due:
+            for group, at in self._due:
+                self._room[group][slice(None) if at.size == self.rows.size else at] += tables[group].tokens_per_page
+            self._due.clear()
         self._ahead += 1
         self._step = step
         self._planned = True
         self._left -= 1
-        length = int(np.maximum.reduce(self._next)) - 1
+        length = self._length = self._length + self._slots
         pages = tuple([-(-length // table.tokens_per_page) for table in tables])
         return Plan(
             step, self.rows, first.generations, first.num_query, patch, first.num_decode, first.num_tokens, first.max_query, length, pages,
@@ -114,20 +149,35 @@ class SteadyDrafts:
         plan is not a repetition of the first."""
         if plan.rows is not self.rows or plan is self._first:
             return False
-        if (records[:, : Record.DRAFTED] == self._expected).tobytes() != self._as_expected:
+        if (self._expected == records[NAMES].T).tobytes() != self._as_expected:
             return False
         if not self._loaded:
             self._load()
-        self._come += records[:, Record.NUM_TOKENS]
+        np.add(self._come, records[COUNTS], self._come)
         self._ahead -= 1
-        self._kept.append(records)
-        if len(self._kept) == MOST_KEPT:
+        aside = self._aside
+        aside.add(records)
+        if aside.steps == self._most_kept:
             self._write_down()
         return True
 
     def computed(self) -> Int32Array:
         """Committed tokens of each row that are in the cache, [N]."""
-        return self._computed + self._come
+        return self._come - self._uncomputed
+
+    def count(self) -> None:
+        """Bring the sums of tokens and drafts in `stats` up to date."""
+        steps, tokens, drafts = self._counted
+        if self._aside.steps > steps:
+            sums = self._aside.sums(steps)
+            self._counted = self._aside.steps, tokens + sums[0], drafts + sums[1]
+            self._add(self._aside.steps - steps, *sums)
+
+    def _add(self, steps: int, tokens: int, drafts: int) -> None:
+        """To `stats`."""
+        self._stats.generated_tokens += tokens
+        self._stats.num_drafted += drafts
+        self._stats.num_accepted += tokens - steps * self.rows.size  # each row's tokens but one were drafts
 
     def settle(self) -> None:
         """Write everything to the rows: from now on, until the next plan or commit, the table says how things are."""
@@ -140,25 +190,23 @@ class SteadyDrafts:
         if self._planned:
             table.last_ticket[rows] = self._step
             self._planned = False
-        if self._kept:
+        if self._aside.steps:
             self._write_down()
         self._loaded = False
 
     def _write_down(self) -> None:
-        """What the records laid aside say: tokens for the log, and drafts."""
-        table, rows, slots = self._table, self.rows, 1 + self._first.num_draft
-        records = np.concatenate(self._kept).reshape(len(self._kept), rows.size, -1)
-        self._kept.clear()
-        counts, drafted = records[:, :, Record.NUM_TOKENS], records[:, :, Record.DRAFTED]
-        ends = np.cumsum(counts, 0, dtype=np.int32)
-        # Each step's tokens go to the log with what follows those that count: the next step's lie over that. The last step's are cut.
-        at, tokens = table.known[rows] + (ends - counts), records[:, :, self.tokens]
-        np.copyto(tokens[-1], self._runs[rows, at[-1]], where=np.arange(slots) >= counts[-1][:, None])
-        self._runs[np.tile(rows, len(records)), at.ravel()] = tokens.reshape(-1, slots)
-        total, accepted = ends[-1], np.minimum(counts - 1, drafted)
+        """Tokens laid aside to the log, and what the steps say of drafts."""
+        table, rows, steps = self._table, self.rows, self._aside.steps
+        total, counts, drafted = self._aside.empty(table.known[rows])
+        checked = drafted.sum(0)
         table.known[rows] += total
         table.computed[rows] += total
-        table.num_drafted[rows] += drafted.sum(0)
-        table.num_accepted[rows] += accepted.sum(0)
-        self._stats.by_place(drafted.ravel(), accepted.ravel())
-        table.policy.learn(drafted.ravel(), accepted.ravel())
+        table.num_drafted[rows] += checked
+        table.num_accepted[rows] += total - steps
+        self._length = int(self._come.max()) + self._ahead * self._slots - 1
+        before, tokens, drafts = self._counted
+        self._add(steps - before, int(total.sum()) - tokens, int(checked.sum()) - drafts)
+        self._counted = 0, 0, 0
+        accepted = counts - 1
+        self._stats.by_place(drafted, accepted)
+        table.policy.learn(drafted, accepted)

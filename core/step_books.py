@@ -42,7 +42,7 @@ class Stats:
         self.num_accepted += int(accepted.sum())
         return accepted
 
-    def by_place(self, drafted: Int32Array, accepted: Int32Array) -> None:
+    def by_place(self, drafted: npt.NDArray[np.integer], accepted: npt.NDArray[np.integer]) -> None:
         """Count them by their place."""
         self.drafted_at = [before + more for before, more in zip(self.drafted_at, above(drafted, len(self.drafted_at)), strict=True)]
         self.accepted_at = [before + more for before, more in zip(self.accepted_at, above(accepted, len(self.accepted_at)), strict=True)]
@@ -54,11 +54,14 @@ class Stats:
             self.prompt_tokens += sign * len(entry.request.prompt_token_ids)
 
 
-def above(counts: Int32Array, places: int) -> list[int]:
+def above(counts: npt.NDArray[np.integer], places: int) -> list[int]:
     """How many of `counts`, none of which is negative, are above 0, above 1, and so on."""
-    found = np.bincount(counts, minlength=places)
-    above_each: list[int] = (counts.size - np.cumsum(found))[:places].tolist()
-    return above_each
+    found: list[int] = []
+    for place in range(places):
+        found.append(int(np.count_nonzero(counts > place)))
+        if not found[-1]:
+            break
+    return found + [0] * (places - len(found))
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,7 @@ class Committed:
     finished: list[Request]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Undo:
     """What `rollback` needs: the plan, which rows it makes sample, the pages it gave, whom it admitted, and the former last tickets."""
 

@@ -17,6 +17,8 @@ from modelrunner.page_pool import GroupLayout
 LONGEST = 2048  # query tokens of one prompt in a padded step: attention of more has better ways, which go by lengths
 LINES = (torch.int32, torch.bool, torch.int32, torch.int32, torch.int32)  # rows, samples, computed, query_len, ahead of `Batch`
 
+PLACES = np.arange(4096, dtype=np.int32)  # where the runs of a patch begin, if each is one word
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -93,7 +95,8 @@ class PlanPacker:
         end = self.patch_start
         if patch.empty:
             return end
-        start = np.cumsum(patch.length, dtype=np.int32) - patch.length
+        single = patch.words.size == patch.dst.size <= PLACES.size  # no run is empty, so each is one word
+        start = PLACES[: patch.dst.size] if single else np.cumsum(patch.length, dtype=np.int32) - patch.length
         for part in (patch.dst.view(np.int32), patch.length, start, patch.words):
             words[end : end + part.size] = part
             end += part.size

@@ -22,6 +22,15 @@ for _name in [name for name in os.environ if name.upper().startswith("MODELRUNNE
     del os.environ[_name]
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _builds_alone() -> None:
+    """On a GPU, where processes run tests side by side, each builds its kernels: eight helpers of each would mostly import torch."""
+    if "TRITON_INTERPRET" not in os.environ:
+        from modelrunner.kernels import build_helpers
+
+        build_helpers.MOST = 0
+
+
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     """The same random numbers in whatever order the tests run; torch is seeded only where it is already there."""

@@ -39,13 +39,14 @@ def options(
     drafts: int = 3,
     off_above_rows: int | None = None,
     spare_tokens: int | None = None,
+    captured_tokens: int = 256,
 ) -> dict[str, Any]:
     """Settings in short words. depth: steps in flight. rows: requests that run at once. pages: in the pool. page_size: tokens a page.
     tokens: most query tokens a step. mixed_tokens: of one in which prompts come beside many decoding rows. device: `cpu`, or `deferred_cpu`
     with the seed of its random moments, its chance to run early, and whether steps run as graphs. cache_dtype: of keys and values.
     drafter: by name, which proposes so many drafts, but none beside more than off_above_rows decoding rows. spare_tokens: how many is
-    chosen from step to step. On `cuda` steps with prompts are captured up to 256 tokens, as a graph of a recurrence in plain torch has some
-    kernels a token."""
+    chosen from step to step. captured_tokens: most of a step with prompts that `cuda` captures, as a graph of a recurrence in plain torch
+    has some kernels a token."""
     values: dict[str, Any] = {
         "scheduler": {
             "pipeline_depth": depth,
@@ -59,7 +60,7 @@ def options(
         "device": {"name": device},
     }
     if device == "cuda":
-        values["graphs"] = {"max_tokens": 256}
+        values["graphs"] = {"max_tokens": captured_tokens}
     if device == "deferred_cpu":
         section = {"seed": device_seed, "captures": captures} | ({} if run_probability is None else {"run_probability": run_probability})
         values["plugin"] = {"deferred_cpu": section}

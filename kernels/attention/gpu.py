@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from modelrunner.kernels.attention.deal import AT_ONCE, FIRST_PAGES, LEAST_PAGES, deal_pages
 from modelrunner.kernels.attention.decode import combined_at_once, decode_attention, decode_rows
 from modelrunner.kernels.attention.device import next_power_of_2
 from modelrunner.kernels.attention.fixed import fixed_config, fixed_index, fixed_indexed_attention, fixed_paged_attention
@@ -23,6 +24,7 @@ from modelrunner.kernels.attention.prefill_list import (
     prefill_tiles,
     sort_tiles,
 )
+from modelrunner.kernels.attention.ring_rows import HALF, RINGS, ring_config, ring_rows
 from modelrunner.kernels.attention.rope_write import norm_rotate_write, qkv_rope_write
 from modelrunner.kernels.attention.scaled import FLOAT8_SINCE
 from modelrunner.kernels.attention.segments import packed_segment_attention
@@ -132,6 +134,12 @@ def qkv_attention(
 ) -> torch.Tensor:
     """The fusion of that name: one launch for few decode rows of few tokens each, else two. slots: those of the index."""
     decode = index.decode
+    if index.rings is not None and softcap is None and sinks is None and scales is None and cos_sin.shape[1] == cache.shape[4]:
+        if qkv.stride(1) != 1 or cos_sin.stride(1) != 1:
+            qkv, cos_sin = qkv.contiguous(), cos_sin.contiguous()
+        out = torch.empty((qkv.shape[0], num_heads, cache.shape[4]), dtype=qkv.dtype, device=qkv.device)
+        ring_rows(qkv, cache, out, slots, index.block_table, index.rings, scale, (q_norm, k_norm, cos_sin, eps))
+        return out
     if index.prefill is not None or not decode.config.fused or _many(decode, num_heads // num_kv_heads):
         q = qkv_rope_write(qkv, num_heads, num_kv_heads, q_norm, k_norm, eps, cos_sin, cache, slots, index, scales=scales)
         return indexed_attention(q, cache, index, scale=scale, softcap=softcap, sinks=sinks, scales=scales)
@@ -253,6 +261,24 @@ def _qkv_build(kind: str, heads: int, kv_heads: int, dim: int, block: int, norm:
     return Build(norm_rotate_write, signature, constants, num_warps=warps, divisible=steps, capabilities=_capabilities(kept))
 
 
+def _ring_builds(group: int, rows: int) -> list[Build]:
+    """Rows dealt out, and attention by rings."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+
+    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    values = dict.fromkeys(("qkv_ptr", "cache_ptr", "out_ptr", "q_norm_ptr", "k_norm_ptr"), "*bf16")
+    lists = dict.fromkeys(("pieces_ptr", "arrivals_ptr", "query_len_ptr", "seq_len_ptr", "table_ptr"), "*i32")
+    numbers = dict.fromkeys(("outputs_ptr", "sums_ptr", "cos_sin_ptr"), "*fp32") | {"slots_ptr": "*i64", "scale": "fp32", "eps": "fp32"}
+    steps = ("qkv_token", "page_rows", "cos_sin_token")
+    signature = {"desc": f"tensordesc<bf16[16, {HALF}],{layout!r}>"} | values | lists | numbers
+    signature |= dict.fromkeys((*steps, "table_row", "columns", "N", "num_rows", "programs"), "i32")
+    config = ring_config(rows)
+    constants = {"NUM_KV": 8, "GROUP": group, "PAGE": 16, "D": 2 * HALF, "SLOTS": config.buffers, "ASKING": config.asking}
+    dealt = {"PAGE": 16, "NUM_KV": 8, "LEAST": LEAST_PAGES, "FIRST": FIRST_PAGES, "BLOCK_ROWS": rows, "BLOCK": AT_ONCE}
+    ring = Build(decode_ring, signature, constants | {"HAS_NORM": True, "PDL": True}, 4, 3, 16, steps, (90,), config.registers)
+    return [ring, Build(deal_pages, signature, dealt)]
+
+
 def _gather_build(kind: str, token: int, kept: str = "") -> Build:
     values = {"out_ptr": f"*{kind}", "cache_ptr": f"*{kept or kind}"}
     lists = dict.fromkeys(("table_ptr", "starts_ptr", "lengths_ptr"), "*i32")
@@ -313,3 +339,7 @@ BUILDS = [
     _gathered_build("bf16", 2, 128, scaled=True),
     *_list_builds(),
 ]
+if RINGS:
+    from modelrunner.kernels.attention.ring import decode_ring
+
+    BUILDS += [build for group, rows in ((2, 32), (2, 128), (4, 32), (4, 128)) for build in _ring_builds(group, rows)]

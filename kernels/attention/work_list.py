@@ -32,6 +32,7 @@ from modelrunner.kernels.attention.prefill_list import (
     decodes,
     prefill_list,
 )
+from modelrunner.kernels.attention.ring_rows import RingWork, choose_rings, ring_work
 
 BINS = 8  # lengths that last chunks are sorted into, longest first; more of them if they would be
 BIN_KEYS = 128  # keys apart, and more
@@ -76,7 +77,8 @@ class DecodeList:
 
 @dataclass(frozen=True)
 class AttentionWork:
-    """One step of one cache group. slots: [T] int64, -1: not written. page_rows: distance of two pages, in tokens."""
+    """One step of one cache group. slots: [T] int64, -1: not written. page_rows: distance of two pages, in tokens. rings: the decode rows
+    once more, where rings serve what they serve of attention and there are no other rows."""
 
     num_kv_heads: int
     page_rows: int
@@ -85,6 +87,7 @@ class AttentionWork:
     block_table: torch.Tensor
     decode: DecodeList
     prefill: PrefillList | None
+    rings: RingWork | None = None
 
 
 @triton.jit(do_not_specialize=["num_rows", "capacity", "window", "any_chunk"], do_not_specialize_on_alignment=ROWS_ANYWHERE)
@@ -224,7 +227,11 @@ def build_work(
         few = -(-num_tokens * group // USUAL_QUERIES) * num_kv_heads < processors(cache.device)
         tiles, heads = prefill_config or choose_prefill(head_dim, dtype, few), (num_kv_heads, group, head_dim)
         prefill = prefill_list(tiles, heads, bounds, query_start, query_len, seq_len)
-    return AttentionWork(num_kv_heads, rows_per_page(cache), window, slots, block_table, decode, prefill)
+    rings = None
+    if not mixed and decode_query == 1 and window is None and decode_config is None:
+        ring = choose_rings(cache, rows, num_heads, dtype)
+        rings = None if ring is None else ring_work(ring, cache, num_heads, block_table, query_len, seq_len)
+    return AttentionWork(num_kv_heads, rows_per_page(cache), window, slots, block_table, decode, prefill, rings)
 
 
 @lru_cache(maxsize=256)

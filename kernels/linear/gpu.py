@@ -13,7 +13,7 @@ from modelrunner.kernels.linear.fixed import SUM_BLOCK as FIXED_SUM_BLOCK
 from modelrunner.kernels.linear.fixed import fixed_int8_matmul, fixed_kernel, fixed_matmul, fixed_sum_kernel, fixed_tiles
 from modelrunner.kernels.linear.gemv import gemv_kernel
 from modelrunner.kernels.linear.launch import RINGS, sum_shape
-from modelrunner.kernels.linear.plan import Gemv, Ring, Several, Stream, added, plan
+from modelrunner.kernels.linear.plan import Gemv, Ring, Several, Stream, Wide, added, plan
 from modelrunner.kernels.linear.products import int8_matmul, matmul, matmul_add, matmul_add_in_place, norm_gated_matmul, norm_matmul
 from modelrunner.kernels.linear.several import WARP, several_kernel
 from modelrunner.kernels.linear.stream import stream_kernel
@@ -44,6 +44,8 @@ def builds(kind: str, rows: int, outputs: int, inner: int, dtype: str = "bf16", 
         return []
     if isinstance(tiles, Ring):
         return [_ring_build(tiles, kind, inner, dtype)]
+    if isinstance(tiles, Wide):
+        return [wide_build(tiles, kind, inner, dtype)]
     if isinstance(tiles, Stream):
         return _stream_builds(tiles, kind, inner, dtype, sum_shape(rows, outputs))
     given = {"x_ptr": dtype, "w_ptr": "i8" if kind == "int8" else dtype, "out_ptr": dtype}
@@ -106,18 +108,37 @@ def _stream_builds(tiles: Stream, kind: str, inner: int, dtype: str, shape_of_su
 
 def _ring_build(tiles: Ring, kind: str, inner: int, dtype: str) -> Build:
     """As `builds`. Norms and sums are the same launches as with streams."""
+    blocks = _ring_blocks(dtype, [tiles.bt, tiles.bk], [tiles.bn, tiles.bk])
+    constants = {"W_SLOTS": tiles.w_slots, "X_SLOTS": tiles.x_slots}
+    return _gluon_build(ring_kernel, tiles, kind, inner, dtype, blocks, constants, tiles.warps)
+
+
+def wide_build(tiles: Wide, kind: str, inner: int, dtype: str = "bf16") -> Build:
+    """As `_ring_build`."""
+    blocks = _ring_blocks(dtype, [tiles.bt, tiles.bk], [4, 2, 8, tiles.bk] if kind == "gated" else [64, tiles.bk])
+    constants = {"GROUPS": tiles.groups, "TILES": tiles.tiles, "SLOTS": tiles.slots, "OTHERS": tiles.later}
+    return _gluon_build(wide_kernel, tiles, kind, inner, dtype, blocks, constants, 4)
+
+
+def _ring_blocks(dtype: str, x: list[int], w: list[int]) -> dict[str, str]:
     from triton.experimental.gluon.language import NVMMASharedLayout
 
-    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    blocks = {name: f"tensordesc<{dtype}[{rows}, {tiles.bk}],{layout!r}>" for name, rows in (("x_desc", tiles.bt), ("w_desc", tiles.bn))}
+    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=len(x))
+    other = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=len(w))
+    return {"x_desc": f"tensordesc<{dtype}{x},{layout!r}>", "w_desc": f"tensordesc<{dtype}{w},{other!r}>"}
+
+
+def _gluon_build(
+    kernel: Any, tiles: Ring | Wide, kind: str, inner: int, dtype: str, blocks: dict[str, str], constants: dict[str, Any], warps: int
+) -> Build:
     split = tiles.split > 1
     none = {"out_ptr", "residual_ptr"} if split else {"part_ptr"} | (set() if kind == "add" else {"residual_ptr"})
     pointers = {"residual_ptr": f"*{dtype}", "out_ptr": f"*{dtype}", "part_ptr": "*fp32"}
     signature = blocks | {name: of for name, of in pointers.items() if name not in none} | _NUMBERS
-    constants: dict[str, Any] = {"ACT": SILU if kind == "gated" else 0, "STEPS": inner // (tiles.bk * tiles.split), "PDL": True}
-    constants |= {"W_SLOTS": tiles.w_slots, "X_SLOTS": tiles.x_slots} | dict.fromkeys(none)
-    kernel = (ring_kernel, signature, constants, tiles.warps)
-    return Build(*kernel, divisible=_DIVISIBLE, capabilities=(90,), registers=tiles.registers)
+    constants = constants | {"ACT": SILU if kind == "gated" else 0, "STEPS": inner // (tiles.bk * tiles.split), "PDL": True}
+    spills = 0 if isinstance(tiles, Ring) else 32 if tiles.tiles == 1 else 256  # of Triton 3.9, after the last product
+    constants = constants | dict.fromkeys(none)
+    return Build(kernel, signature, constants, warps, 3, spills, _DIVISIBLE, capabilities=(90,), registers=tiles.registers)
 
 
 BUILDS: list[Build] = [
@@ -143,9 +164,12 @@ BUILDS += builds("norm", 4, 4096, 1024, "fp32") + builds("gated", 32, 3072, 1024
 BUILDS += builds("int8", 32, 1024, 3072)
 if RINGS:
     from modelrunner.kernels.linear.ring import ring_kernel
+    from modelrunner.kernels.linear.wide import wide_kernel
 
     LARGE_PRODUCTS = (("add", 4096, 4096), ("gated", 12288, 4096), ("add", 4096, 12288))
     BUILDS += [build for product in LARGE_PRODUCTS for build in builds(product[0], 32, *product[1:], rings=True)]
+    BUILDS += [build for rows in (64, 128, 256) for build in builds("gated", rows, 12288, 4096, rings=True)]
+    BUILDS += builds("norm", 64, 6144, 4096, rings=True) + builds("add", 64, 4096, 12288, rings=True)
 
 
 def fixed_builds(outputs: int, inner: int, dtype: str = "bf16", weight: str = "") -> list[Build]:

@@ -9,7 +9,7 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from modelrunner.kernels.linear.gemv import gemv_kernel
-from modelrunner.kernels.linear.plan import AnyTiles, Gemv, Ring, Several, Stream, Tiles
+from modelrunner.kernels.linear.plan import AnyTiles, Gemv, Ring, Several, Stream, Tiles, Wide
 from modelrunner.kernels.linear.several import WARP, several_kernel
 from modelrunner.kernels.linear.stream import stream_kernel
 from modelrunner.kernels.linear.tiles import sum_kernel, tile_kernel
@@ -22,6 +22,7 @@ try:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as RingDescriptor
 
     from modelrunner.kernels.linear.ring import ring_kernel
+    from modelrunner.kernels.linear.wide import wide_kernel
 except (ImportError, AttributeError):
     RINGS = False
 else:
@@ -90,7 +91,7 @@ def _run_several(tiles: Several, x: torch.Tensor, weight: torch.Tensor, extras: 
     return out
 
 
-def _run_tiles(tiles: Tiles | Stream | Ring, x: torch.Tensor, weight: torch.Tensor, extras: Extras) -> torch.Tensor:
+def _run_tiles(tiles: Tiles | Stream | Ring | Wide, x: torch.Tensor, weight: torch.Tensor, extras: Extras) -> torch.Tensor:
     if extras.norm is not None and not (isinstance(tiles, Tiles) and tiles.fused_norm):
         x, extras = rms_norm(x, extras.norm, extras.eps), replace(extras, norm=None)
     out, split = _output(x, weight, extras), tiles.split
@@ -109,7 +110,7 @@ def _run_tiles(tiles: Tiles | Stream | Ring, x: torch.Tensor, weight: torch.Tens
 
 
 def _launch(
-    tiles: Tiles | Stream | Ring,
+    tiles: Tiles | Stream | Ring | Wide,
     x: torch.Tensor,
     weight: torch.Tensor,
     extras: Extras,
@@ -118,6 +119,8 @@ def _launch(
 ) -> None:
     if isinstance(tiles, Ring):
         _launch_ring(tiles, x, weight, extras, out, parts)
+    elif isinstance(tiles, Wide):
+        _launch_wide(tiles, x, weight, extras, out, parts)
     elif isinstance(tiles, Stream):
         _launch_stream(tiles, x, weight, extras, out, parts)
     else:
@@ -168,6 +171,25 @@ def _launch_ring(
         _ring_blocks(x, tiles.bt, tiles.bk), _ring_blocks(weight, tiles.bn, tiles.bk), residual, out, parts, rows, outputs,
         _stride(residual), ACT=extras.act, STEPS=inner // (tiles.bk * tiles.split), W_SLOTS=tiles.w_slots, X_SLOTS=tiles.x_slots,
         num_warps=tiles.warps, maxnreg=tiles.registers, **pdl(x),
+    )  # fmt: skip
+
+
+def _launch_wide(
+    tiles: Wide, x: torch.Tensor, weight: torch.Tensor, extras: Extras, out: torch.Tensor | None, parts: torch.Tensor | None
+) -> None:
+    """As `_launch_stream`; with an activation the outputs are a multiple of 8, and there are no parts."""
+    (rows, inner), outputs, residual = x.shape, weight.shape[0] // (2 if extras.act else 1), extras.residual
+    if x.stride(0) * x.element_size() % 16 or x.data_ptr() % 16:
+        x = x.contiguous()
+    if extras.act:
+        layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+        w = RingDescriptor(weight, [outputs // 8, 2, 8, inner], [8 * inner, outputs * inner, inner, 1], [4, 2, 8, tiles.bk], layout)
+    else:
+        w = _ring_blocks(weight, 64, tiles.bk)
+    wide_kernel[(triton.cdiv(rows, tiles.bt * tiles.tiles), triton.cdiv(weight.shape[0], 64 * tiles.groups), tiles.split)](
+        _ring_blocks(x, tiles.bt, tiles.bk), w, residual, out, parts, rows, outputs, _stride(residual), GROUPS=tiles.groups,
+        TILES=tiles.tiles, STEPS=inner // (tiles.bk * tiles.split), SLOTS=tiles.slots, OTHERS=tiles.later, ACT=extras.act, num_warps=4,
+        maxnreg=tiles.registers, **pdl(x),
     )  # fmt: skip
 
 

@@ -18,7 +18,11 @@ STREAMS = 90  # programs that keep memory busy, each with a full pipeline,
 PROCESSORS = 132  # and as many as there may be of them
 PIPELINE = 224_000  # bytes of shared memory for it
 RING = 230_000  # the same for rings,
-RING_ROWS = range(16, 33)  # which pay for so many rows
+RING_ROWS = range(16, 33)  # which pay for so many rows;
+WIDE_ROWS = range(33, 129)  # for so many, wide ones of gate and up,
+WIDE_MANY = range(241, 257)  # also where they have most of their rows,
+WIDE_FEW = 64  # and up to so many, of other products
+WIDE_WEIGHTS = 3 * 2**23  # of so many weights
 HEAD = 2**16  # outputs of a product that is the model's head
 
 
@@ -106,7 +110,32 @@ class Ring:
     registers: int
 
 
-AnyTiles = Gemv | Several | Tiles | Stream | Ring
+@dataclass(frozen=True)
+class Wide:
+    """Tiles of `wide_kernel`: `tiles` times bt rows and `groups` times 64 rows of weights a program, K in steps of bk and in `split` parts.
+
+    slots: steps' weights and input that shared memory has room for. registers: of a thread, when a program starts.
+    """
+
+    bt: int
+    tiles: int
+    groups: int
+    bk: int
+    split: int
+    slots: int
+    registers: int
+
+    def outputs(self, gated: bool) -> int:
+        """Of a program."""
+        return self.groups * (32 if gated else 64)
+
+    @property
+    def later(self) -> int:
+        """Registers of a thread of a group, once the four warps two of which ask gave most of theirs away."""
+        return (self.registers * (self.groups + 1) - 24) // (8 * self.groups) * 8
+
+
+AnyTiles = Gemv | Several | Tiles | Stream | Ring | Wide
 
 
 @cache
@@ -128,10 +157,16 @@ def plan(
     if bits != 16:
         return None
     if rows > TILE_ROWS:
+        if rings and gated and rows in WIDE_MANY and weights >= LARGE:
+            return _wide(rows, outputs, inner, gated)
         return _many(rows, outputs, inner, gated) if streams and rows in MANY_ROWS and weights in MANY else None
     if weights >= LARGE:
         if streams and outputs < HEAD:
-            tiles = _ring(rows, outputs, inner, gated) if rings and rows in RING_ROWS else None
+            tiles: AnyTiles | None = None
+            if rings and rows in RING_ROWS:
+                tiles = _ring(rows, outputs, inner, gated)
+            elif rings and rows in WIDE_ROWS:
+                tiles = _wide(rows, outputs, inner, gated)
             return tiles or _stream(rows, outputs, inner, gated)
         return None if norm else _large(rows, outputs, inner, streams)
     if streams and norm and not gated and 32 < rows <= 64 and 60 <= outputs // 64 <= PROCESSORS and inner % 128 == 0:
@@ -204,6 +239,24 @@ def _ring(rows: int, outputs: int, inner: int, gated: bool) -> Ring | None:
     weights, x = 2 * bk * bn * (2 if gated else 1), 2 * bk * bt
     x_slots = min(4, RING // (weights + x))
     return Ring(bt, bn, bk, split, 4, (RING - x_slots * x) // weights, x_slots, 104 if gated else 64)
+
+
+def _wide(rows: int, outputs: int, inner: int, gated: bool) -> Wide | None:
+    """For weights as in `_stream`, where it is the faster: all programs run at once.
+
+    Gate and up are in tiles so tall that programs of a stream, with tiles half as tall, would take two waves.
+    """
+    if gated and rows <= WIDE_FEW:
+        tiles = Wide(64, 1, 3, 128, 1, 3, 72)
+    elif gated:
+        tiles = Wide(128, 1, 3, 64, 1, 5, 96) if rows <= TILE_ROWS else Wide(128, 2, 3, 64, 1, 4, 128)
+    elif rows <= WIDE_FEW and outputs * inner >= WIDE_WEIGHTS:
+        tiles = Wide(64, 1, 1, 128, next((n for n in (1, 2, 3, 4) if outputs // 64 * n >= STREAMS), 1), 6, 72)
+    else:
+        return None
+    programs = -(-outputs // tiles.outputs(gated)) * tiles.split
+    fits = outputs % 8 == 0 and inner % (tiles.bk * tiles.split) == 0
+    return tiles if fits and STREAMS <= programs <= PROCESSORS else None
 
 
 def _many(rows: int, outputs: int, inner: int, gated: bool) -> Stream | None:

@@ -83,7 +83,7 @@ def test_states_are_those_of_plain_decoding(wrong: Callable[[int], bool], count:
 def test_with_steps_in_flight(depth: int, device: str) -> None:
     subject = replace(hybrid(), plugins=(*hybrid().plugins, ScriptDrafterPlugin(propose(lambda place: place % 4 == 3), TURNS)))
     for drafter, prompts in (("script", PROMPTS), ("ngram", (R(6), P(17, 4)))):
-        driver = Driver(subject.engine(depth=depth, drafter=drafter, device=device))
+        driver = Driver(subject.engine(depth=depth, drafter=drafter, device=device, tokens=128, captured_tokens=32))
         for number, prompt in enumerate(prompts):
             driver.add(str(number), prompt, PARAMS)
             driver.step()

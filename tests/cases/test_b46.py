@@ -22,7 +22,7 @@ PARAMS = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 def test_every_row_reads_its_own_state(width: int, length: int, requests: int, drafter: str | None, device: str) -> None:
     """width: pages in the block tables of a step, 16 tokens each; the longest request has `length` prompt tokens."""
     subject = hybrid()
-    driver = Driver(subject.engine(rows=5, device=device, prefix=False, drafter=drafter))
+    driver = Driver(subject.engine(rows=5, device=device, prefix=False, drafter=drafter, tokens=1280, captured_tokens=32))
     probe = EngineProbe(driver)
     prompts = [P(max(length - 3 * s, 1), s) for s in range(requests)]
     widths: set[int] = set()

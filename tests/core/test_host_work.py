@@ -121,14 +121,15 @@ def executed_per_step(rows: int, drafts: int, steps: int = 32) -> tuple[float, f
 
 
 def test_a_step_with_drafts_is_little_more_work_for_the_host() -> None:
-    """A row gets several tokens in it, and how many is not known before; but all that is counted in arrays, as a whole."""
-    for rows in (16, 256):
+    """A row gets several tokens in it, and how many is not known before; but all that is counted in arrays, as a whole. A row's pages are
+    full sooner, but of several rows those that soon need one get it together: such a step is less work than a plain one."""
+    for rows, bound in (1, 1.15), (16, 1), (256, 1):
         plain, drafting = executed_per_step(rows, 0), executed_per_step(rows, DRAFTS)
         for more, few in zip(drafting, plain, strict=True):
-            assert 0 < more <= 1.1 * few, f"{rows} rows: {drafting} instructions and calls with drafts, {plain} without"
+            assert 0 < more <= bound * few, f"{rows} rows: {drafting} instructions and calls with drafts, {plain} without"
 
 
 def test_work_with_drafts_does_not_grow_with_rows() -> None:
-    (few, few_calls), (many, many_calls) = executed_per_step(16, DRAFTS), executed_per_step(512, DRAFTS)
+    (few, few_calls), (many, many_calls) = executed_per_step(64, DRAFTS), executed_per_step(512, DRAFTS)
     assert abs(many - few) <= 0.05 * few
     assert abs(many_calls - few_calls) <= 0.05 * few_calls

@@ -9,10 +9,10 @@ from itertools import product as product_of
 import torch
 
 from modelrunner.kernels.linear.launch import RINGS as HAS_RINGS
-from modelrunner.kernels.linear.plan import Gemv, Ring, Several, Stream, Tiles, plan
+from modelrunner.kernels.linear.plan import Gemv, Ring, Several, Stream, Tiles, Wide, plan
 
 BYTES_PER_US = 4.29e6
-Config = Gemv | Several | Tiles | Stream | Ring | None
+Config = Gemv | Several | Tiles | Stream | Ring | Wide | None
 RINGS = (115_500, 230_000)  # the same for rings
 SHARED = (112_000, 224_000)  # bytes of shared memory that a program's pipeline may fill: with two programs a multiprocessor, and with one
 
@@ -143,6 +143,18 @@ def rings(product: Product, rows: int) -> Iterator[Ring]:
                     yield Ring(bt, bn, bk, split, warps, w_slots, x_slots, registers)
 
 
+def wides(product: Product, rows: int) -> Iterator[Wide]:
+    """Wide rings that fill shared memory, or leave room for programs beside them, in about one wave."""
+    bt, tiles = (min(128, max(16, 1 << (rows - 1).bit_length())), 1 if rows <= 128 else 2)
+    for groups, bk, split in product_of((1, 2, 3), (64, 128, 256), (1, 2, 4, 6)):
+        if product.inner % (bk * split) or (product.kind == "gated" and (split > 1 or product.outputs % 8)):
+            continue
+        most = RINGS[1] // (2 * bk * (64 * groups + bt * tiles))
+        programs = -(-product.weight_shape[0] // (64 * groups)) * split * -(-rows // (bt * tiles))
+        for slots in range(max(2, most - 1), most + 1) if 90 <= programs <= 132 else ():
+            yield Wide(bt, tiles, groups, bk, split, slots, 128 if tiles == 2 else 96 if bt == 128 else 72)
+
+
 def heads(rows: int) -> list[Config]:
     """For a head: many more programs than run at once."""
     if rows <= 4:
@@ -171,6 +183,8 @@ def candidates(product: Product, rows: int, only_streams: bool = False, only_few
         return
     if rows > 8 or not product.small:
         yield from streams(product, rows)
+    if rows > 32 and not product.small and HAS_RINGS:
+        yield from wides(product, rows)
     if product.weight_shape[0] * product.inner >= 2**26 or (only_streams and rows > 8):
         return
     for bt in {min(top, max(16, 1 << (rows - 1).bit_length())) for top in (32, 64)}:
@@ -206,6 +220,8 @@ def short(config: Config) -> str:
     if isinstance(config, Stream):
         first = f"early {config.early}" if config.early else f"a{config.ahead}"
         return f"stream {config.bn}x{config.bk}/{config.split} t{config.bt} w{config.warps} s{config.stages} {first}"
+    if isinstance(config, Wide):
+        return f"wide {config.tiles}x{config.bt} g{config.groups} k{config.bk}/{config.split} s{config.slots} r{config.registers}"
     if isinstance(config, Ring):
         shape = f"{config.bn}x{config.bk}/{config.split} t{config.bt} w{config.warps}"
         return f"ring {shape} s{config.w_slots}+{config.x_slots} r{config.registers}"

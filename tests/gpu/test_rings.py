@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 from modelrunner.kernels.activation.reference import silu_mul
 from modelrunner.kernels.linear import launch
 from modelrunner.kernels.linear.launch import Extras
-from modelrunner.kernels.linear.plan import Ring, Stream
+from modelrunner.kernels.linear.plan import Ring, Stream, Wide
 from modelrunner.kernels.norm.reference import rms_norm
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
@@ -27,6 +27,15 @@ RINGS = [
     Ring(32, 128, 64, 4, 4, 3, 2, 104),
     Ring(64, 64, 64, 2, 4, 2, 3, 104),
     Ring(128, 128, 64, 1, 8, 3, 2, 160),
+]
+
+WIDE = [
+    Wide(32, 1, 1, 256, 1, 4, 64),
+    Wide(64, 1, 2, 128, 2, 4, 96),
+    Wide(128, 1, 3, 64, 1, 5, 96),
+    Wide(128, 1, 3, 64, 4, 2, 128),
+    Wide(128, 2, 2, 64, 1, 4, 168),
+    Wide(128, 2, 3, 64, 2, 4, 128),
 ]
 
 
@@ -52,9 +61,11 @@ def product(x: torch.Tensor, weight: torch.Tensor, extras: Extras) -> torch.Tens
 
 @pytest.mark.parametrize("rows", [1, 15, 32, 100, 200])
 @pytest.mark.parametrize("kind", ["plain", "norm", "add", "gated"])
-@pytest.mark.parametrize("tiles", RINGS, ids=str)
-def test_rings(tiles: Ring, kind: str, rows: int) -> None:
+@pytest.mark.parametrize("tiles", [*RINGS, *WIDE], ids=str)
+def test_rings(tiles: Ring | Wide, kind: str, rows: int) -> None:
     """Few steps and many, more rows than a tile has, outputs that fill no last tile, input and residual that are slices."""
+    if isinstance(tiles, Wide) and kind == "gated":
+        tiles = replace(tiles, split=1)  # its sums of gate and up have no parts
     for outputs, inner in ((256, 1024), (416, 2560)):
         x, residual = noise(rows, inner + 64)[:, 64:], noise(rows, outputs + 8)[:, 8:]
         weight = noise(outputs * (2 if kind == "gated" else 1), inner, scale=inner**-0.5)
@@ -67,7 +78,8 @@ def test_rings(tiles: Ring, kind: str, rows: int) -> None:
         assert float((got.double() - stream.double()).norm() / want.norm()) < 6e-3
 
 
-def test_a_chain_in_a_graph_is_the_same_each_time() -> None:
+@pytest.mark.parametrize("tiles", [RINGS[1], WIDE[1], WIDE[5]], ids=str)
+def test_a_chain_in_a_graph_is_the_same_each_time(tiles: Ring | Wide) -> None:
     """Weights of the next product are on their way while one still runs; what it reads as input must have been written."""
     weights = [noise(1024, 1024, scale=0.03) for _ in range(12)]
     x, out = noise(32, 1024), torch.zeros(32, 1024, dtype=torch.bfloat16, device="cuda")
@@ -75,7 +87,7 @@ def test_a_chain_in_a_graph_is_the_same_each_time() -> None:
     def chain() -> None:
         y = x
         for place, weight in enumerate(weights):
-            y = launch.run(replace(RINGS[1], split=1 + place % 2), y, weight, Extras(residual=x))
+            y = launch.run(replace(tiles, split=1 + place % 2), y, weight, Extras(residual=x))
         out.copy_(y)
 
     stream = torch.cuda.Stream()

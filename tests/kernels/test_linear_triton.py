@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ pytest.importorskip("triton")
 from modelrunner.kernels.linear import launch
 from modelrunner.kernels.linear.gpu import BUILDS, OVERRIDES
 from modelrunner.kernels.linear.launch import Extras
-from modelrunner.kernels.linear.plan import Gemv, Ring, Several, Stream, Tiles, added, plan
+from modelrunner.kernels.linear.plan import Gemv, Ring, Several, Stream, Tiles, Wide, added, plan
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 # The chain rounds its intermediate results; the fused form does not.
@@ -174,6 +175,20 @@ def test_the_kernels_depend_on_shapes_alone() -> None:
     assert isinstance(plan(32, 6144, 4096, 16, False, True, False, rings=True), Stream)
     assert plan(16, 4096, 4096, 16, False, False, False, rings=True) == Ring(16, 64, 256, 2, 4, 6, 4, 64)
     assert all(isinstance(plan(rows, 4096, 4096, 16, False, False, False, rings=True), Stream) for rows in (15, 33))
+    wide = [plan(rows, 12288, 4096, 16, True, True, False, rings=True) for rows in (33, 64, 65, 128, 241, 256)]
+    few, some, many = Wide(64, 1, 3, 128, 1, 3, 72), Wide(128, 1, 3, 64, 1, 5, 96), Wide(128, 2, 3, 64, 1, 4, 128)
+    assert wide == [few, few, some, some, many, many]
+    assert [plan(rows, 12288, 4096, 16, True, True, False, rings=True) for rows in (129, 240, 257)] == [None] * 3
+    assert plan(256, 12288, 4096, 16, True, True, False) is None
+    assert plan(33, 6144, 4096, 16, False, True, False, rings=True) == Wide(64, 1, 1, 128, 1, 6, 72)
+    assert plan(64, 4096, 12288, 16, False, False, False, rings=True) == Wide(64, 1, 1, 128, 2, 6, 72)
+    streams = [
+        (128, 12288, 4096, True, False),
+        (128, 14336, 4096, True, True),
+        (65, 4096, 12288, False, True),
+        (64, 4096, 4096, False, True),
+    ]
+    assert all(isinstance(plan(*shape, 16, gated, gated, False, rings=rings), Stream) for *shape, gated, rings in streams)
     half = plan(8, 4096, 1024, 16, False, True, True)
     assert isinstance(half, Tiles)
     assert not half.fused_norm
@@ -235,6 +250,24 @@ def test_a_ring_fits_in_shared_memory() -> None:
             else:
                 assert isinstance(tiles, Stream)
     assert {(4096, 4096, False), (4096, 12288, False), (12288, 4096, True)} <= set(found)
+
+
+def test_a_wide_ring_fits_in_shared_memory_and_registers() -> None:
+    """All programs run at once, and a thread of a group has room for its sums and what else there is, when its time has come."""
+    found = set()
+    shapes = [(outputs, inner) for outputs in range(4096, 16384, 8) for inner in (4096, 12288)]
+    for (outputs, inner), rows, gated in product(shapes, (40, 100, 250), (False, True)):
+        tiles = plan(rows, outputs, inner, 16, gated, gated, False, rings=True)
+        if isinstance(tiles, Wide):
+            found.add((rows, gated))
+            assert 2 * tiles.slots * tiles.bk * (64 * tiles.groups + tiles.bt * tiles.tiles) + 16 * tiles.slots <= 232_448
+            assert 90 <= -(-outputs // tiles.outputs(gated)) * tiles.split <= 132
+            assert inner % (tiles.bk * tiles.split) == 0
+            threads = 128 * (tiles.groups + 1)
+            assert tiles.registers * threads <= 65_536
+            assert 128 * (tiles.groups * tiles.later + 24) <= tiles.registers * threads
+            assert tiles.later >= tiles.tiles * tiles.bt // 2 + 32
+    assert found == {(40, False), (40, True), (100, True), (250, True)}
 
 
 def test_a_device_without_dependent_launches_has_a_pipeline() -> None:
