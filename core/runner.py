@@ -110,7 +110,8 @@ class Runner:
     def _build_all(self, blank: Plan, plans: Sequence[Plan]) -> None:
         """Build what steps launch, those of `plans` and those that are captured."""
         keys, works = (*self.graphs.first, *self.graphs.rare), [partial(self._first, each) for each in plans]
-        alike = {key: key._replace(features=Feature.GREEDY) for key in keys if key.part == "step"}  # but for the tail
+        # But for the tail; and for what a drafter may do otherwise where tokens are drawn.
+        alike = {key: key._replace(features=Feature.GREEDY) for key in keys if key.part == "step" and self.drafting is None}
         shown = [key.tail if alike.get(key, key) != key and alike[key] in alike else key for key in keys]
         went = self._build([*(partial(self._first_of, blank, key) for key in shown), *works, *self.parts.sampler.loading()])
         ready = dict(zip(keys, went, strict=False))
