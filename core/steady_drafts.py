@@ -99,8 +99,11 @@ class SteadyDrafts:
         tables, least = self._table.tables, self._left * self._slots
         lacking: list[tuple[int, int, Int32Array]] = []
         for group, room in enumerate(self._room):
-            spare = room - self._come
-            at_least = spare.item(spare.argmin())
+            if self._every.size == 1:  # as below, by numbers
+                spare, at_least = self._come, room.item() - self._come.item()
+            else:
+                spare = room - self._come
+                at_least = spare.item(spare.argmin())
             if at_least < 0:
                 lacking.append((group, at_least, spare))
             elif at_least < least:
@@ -111,8 +114,8 @@ class SteadyDrafts:
         return [(tables[group], self.rows[at]) for group, at in self._due] if lacking else []
 
     def _choose(self, lacking: list[tuple[int, int, Int32Array]], available: int) -> int:
-        """Which rows get pages of the groups in which some row lacks one (group, room of the row with least, [N] of each). Returns how much
-        of it there is then at least."""
+        """Which rows get pages of the groups in which some row lacks one (group, room of the row with least, [N] of each, which of one row
+        is not looked at). Returns how much of it there is then at least."""
         tables, least = self._table.tables, []
         for group, at_least, spare in lacking:
             table = tables[group]
@@ -123,7 +126,8 @@ class SteadyDrafts:
             least.append(at_least + table.tokens_per_page if at.size == self.rows.size else table.early)
         if sum([at.size for _, at in self._due]) <= available:
             return min(least)
-        self._due = [(group, (spare < 0).nonzero()[0]) for group, _, spare in lacking]
+        if self._every.size > 1:
+            self._due = [(group, (spare < 0).nonzero()[0]) for group, _, spare in lacking]
         return 0
 
     def plan(self, step: int, patch: Patch) -> Plan:

@@ -164,11 +164,12 @@ def test_repeated_plans_share_their_arrays_which_are_sealed() -> None:
         plans[0].rows[0] = 1
 
 
+@pytest.mark.parametrize("drafts", [0, 2])
 @pytest.mark.parametrize("abort", [False, True])
 @pytest.mark.parametrize("before", [3, 4, 5, 6])
-def test_a_repeated_plan_whose_launch_failed_is_undone(before: int, abort: bool) -> None:
+def test_a_repeated_plan_whose_launch_failed_is_undone(before: int, abort: bool, drafts: int) -> None:
     """At one of four steps in a row some row needs a page."""
-    world, other = steady_world(depth=2), general(steady_world(depth=2))
+    world, other = steady_world(depth=2, drafts=drafts), general(steady_world(depth=2, drafts=drafts))
     requests = [submit(each, 3) for each in (world, other)]
     for each, (first, *_) in zip((world, other), requests, strict=True):
         each.checks = False
