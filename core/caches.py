@@ -9,6 +9,14 @@ import torch
 from modelrunner.model_state import CacheGroup, FullAttention
 from modelrunner.page_pool import GroupLayout
 
+BLOCK = 2 << 20  # bytes; torch's allocator takes large memory in blocks of so many
+
+
+def whole(num_bytes: int) -> int:
+    """As many bytes or more, in whole blocks: another tensor that got what is left of the last one would keep all of it from being given
+    back."""
+    return -(-num_bytes // BLOCK) * BLOCK
+
 
 def stored_type(group: CacheGroup, cache_dtype: torch.dtype, dtype: torch.dtype | None = None) -> torch.dtype:
     """Type of what a group keeps: its own, else the cache's. 8 bits need scales, which attention applies: groups of another kind then get
@@ -32,7 +40,9 @@ def allocate_caches(
     A group's view is [num_pages, num_layers, *page_shape] of `stored_type`; views of different groups share the bytes of a page, and the
     pool gives each page to one group, with those that ride on it, at a time. Page 0 is the null page: it stays zero.
     """
-    arena = torch.zeros(num_pages, page_bytes, dtype=torch.uint8, device=device)
+    arena = torch.zeros(whole(num_pages * page_bytes), dtype=torch.uint8, device=device)[: num_pages * page_bytes].view(
+        num_pages, page_bytes
+    )
     views = {}
     for layout in layouts:
         for group, first in ((layout.group, 0), *((rider.group, rider.start) for rider in layout.riders)):
@@ -50,5 +60,5 @@ def free_arena(arena: torch.Tensor) -> None:
 
 def restore_arena(arena: torch.Tensor) -> None:
     """Give a freed arena memory again, all zeros; its views work as before. The address may be another."""
-    arena.untyped_storage().resize_(arena.numel() * arena.element_size())
+    arena.untyped_storage().resize_(whole(arena.numel()))
     arena.zero_()

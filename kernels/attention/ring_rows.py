@@ -15,7 +15,7 @@ from modelrunner.kernels.pdl import hopper
 Rotary = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor, float]  # q_norm, k_norm, cos_sin, eps
 
 KEYS, HALF, MOST_GROUP = 64, 64, 8
-FEWEST_ROWS, FEW_ROWS, MOST_ROWS = 16, 40, 512
+FEWEST_ROWS, FEW_ROWS, MOST_ROWS = 16, 40, 64
 TRIED = (3, 6), (3, 9)  # first and last version of Triton whose Gluon `decode_ring` was compiled by: it is experimental
 try:
     from triton.experimental.gluon.language import NVMMASharedLayout

@@ -13,7 +13,7 @@ from modelrunner.kernels.linear.fixed import SUM_BLOCK as FIXED_SUM_BLOCK
 from modelrunner.kernels.linear.fixed import fixed_int8_matmul, fixed_kernel, fixed_matmul, fixed_sum_kernel, fixed_tiles
 from modelrunner.kernels.linear.gemv import gemv_kernel
 from modelrunner.kernels.linear.launch import RINGS, sum_shape
-from modelrunner.kernels.linear.plan import KEPT_PARTS, Gemv, Ring, Several, Stream, Wide, added, plan
+from modelrunner.kernels.linear.plan import Gemv, Ring, Several, Stream, Wide, added, plan
 from modelrunner.kernels.linear.products import int8_matmul, matmul, matmul_add, matmul_add_in_place, norm_gated_matmul, norm_matmul
 from modelrunner.kernels.linear.several import WARP, several_kernel
 from modelrunner.kernels.linear.stream import stream_kernel
@@ -70,7 +70,7 @@ def builds(kind: str, rows: int, outputs: int, inner: int, dtype: str = "bf16", 
     found = []
     for way, early in ((tiles, True), (tiles.pipelined(), False)):
         capabilities = tuple(c for c in CAPABILITIES if (c >= PDL_SINCE) == early)
-        constants = {"BT": way.bt, "BN": way.bn, "BK": way.bk, "HOLD": way.stages == 1, "WARM": way.warm, "KEEP": KEPT_PARTS and early}
+        constants = {"BT": way.bt, "BN": way.bn, "BK": way.bk, "HOLD": way.stages == 1, "WARM": way.warm}
         absent = {"out_ptr": None, "residual_ptr": None} if split > 1 else {}
         kernel = (tile_kernel, signature, none | common | constants | absent, way.warps, way.stages)
         found.append(Build(*kernel, 16, divisible=_DIVISIBLE, capabilities=capabilities))
@@ -94,7 +94,7 @@ def _stream_builds(tiles: Stream, kind: str, inner: int, dtype: str, shape_of_su
         none = {"out_ptr", "residual_ptr"} if split else {"part_ptr"} | (set() if kind == "add" else {"residual_ptr"})
         none |= {"x_desc"} if way.early else set()
         signature = blocks | {k: f"*{v}" for k, v in pointers.items() if k not in none} | _NUMBERS
-        constants = {"BT": way.bt, "BN": way.bn, "BK": way.bk, "AHEAD": way.ahead, "EARLY": way.early, "KEEP": KEPT_PARTS}
+        constants = {"BT": way.bt, "BN": way.bn, "BK": way.bk, "AHEAD": way.ahead, "EARLY": way.early, "KEEP": way.keep}
         constants |= dict.fromkeys(none)
         shape = (way.warps, way.stages)
         found.append(Build(stream_kernel, signature, common | constants, *shape, 16, divisible=_DIVISIBLE, capabilities=capabilities))

@@ -9,7 +9,7 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from modelrunner.kernels.linear.gemv import gemv_kernel
-from modelrunner.kernels.linear.plan import KEPT_PARTS, AnyTiles, Gemv, Ring, Several, Stream, Tiles, Wide
+from modelrunner.kernels.linear.plan import AnyTiles, Gemv, Ring, Several, Stream, Tiles, Wide
 from modelrunner.kernels.linear.several import WARP, several_kernel
 from modelrunner.kernels.linear.stream import stream_kernel
 from modelrunner.kernels.linear.tiles import sum_kernel, tile_kernel
@@ -138,8 +138,7 @@ def _launch_tiles(
     tile_kernel[(triton.cdiv(outputs, tiles.bn), tiles.split, triton.cdiv(rows, tiles.bt))](
         x, extras.norm, weight, extras.scale, residual, out, parts, rows, outputs, x.stride(0), _stride(residual), extras.eps,
         K=x.shape[1], BT=tiles.bt, BN=tiles.bn, BK=tiles.bk, SPLIT=tiles.split, ACT=extras.act, HOLD=tiles.stages == 1,
-        WARM=tiles.warm and dependent["PDL"], KEEP=KEPT_PARTS and dependent["PDL"], num_warps=tiles.warps, num_stages=tiles.stages,
-        **dependent,
+        WARM=tiles.warm and dependent["PDL"], num_warps=tiles.warps, num_stages=tiles.stages, **dependent,
     )  # fmt: skip
 
 
@@ -158,7 +157,7 @@ def _launch_stream(
         x_blocks, _blocks(weight, tiles.bn, tiles.bk), x, weight, residual, out, parts, rows, outputs, x.stride(0), _stride(residual),
         K=x.shape[1], BT=tiles.bt, BN=tiles.bn, BK=tiles.bk, SPLIT=tiles.split, ACT=extras.act,
         AHEAD=tiles.ahead if dependent["PDL"] else 0, EARLY=tiles.early,
-        KEEP=KEPT_PARTS and dependent["PDL"], num_warps=tiles.warps, num_stages=tiles.stages, **dependent,
+        KEEP=tiles.keep and dependent["PDL"], num_warps=tiles.warps, num_stages=tiles.stages, **dependent,
     )  # fmt: skip
 
 

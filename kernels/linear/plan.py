@@ -19,7 +19,7 @@ PROCESSORS = 132  # and as many as there may be of them
 PIPELINE = 224_000  # bytes of shared memory for it
 RING = 230_000  # the same for rings,
 REQUESTS = 3  # tiles of weights that a ring asks for at a time
-KEPT_PARTS = False  # parts of streams and tiles stay in the L2 cache, as those of rings do
+KEPT_ROWS = range(33, 129)  # whose streams' parts stay in the L2 cache, as those of rings do
 RING_ROWS = range(16, 33)  # which pay for so many rows;
 WIDE_ROWS = range(33, 129)  # for so many, wide ones of gate and up,
 WIDE_MANY = range(241, 257)  # also where they have most of their rows,
@@ -75,6 +75,7 @@ class Stream:
 
     ahead: columns of a program's weights that are fetched into the L2 cache while it waits. early: 0, or steps of K in a turn of the loop,
     1 or 2; x then goes through registers, a turn ahead, and the pipeline holds nothing but weights and is full before the input is there.
+    keep: parts stay in the L2 cache.
     """
 
     bt: int
@@ -85,6 +86,7 @@ class Stream:
     stages: int
     ahead: int = 0
     early: int = 0
+    keep: bool = False
 
     def late(self, gated: bool) -> Stream:
         """For a device other than Hopper, on which early ones were not measured (and Triton 3.6 does not compile all of them)."""
@@ -170,7 +172,7 @@ def plan(
                 tiles = _ring(rows, outputs, inner, gated)
             elif rings and rows in WIDE_ROWS:
                 tiles = _wide(rows, outputs, inner, gated)
-            return tiles or _stream(rows, outputs, inner, gated)
+            return tiles or replace(_stream(rows, outputs, inner, gated), keep=rows in KEPT_ROWS)
         return None if norm else _large(rows, outputs, inner, streams)
     if streams and norm and not gated and 32 < rows <= 64 and 60 <= outputs // 64 <= PROCESSORS and inner % 128 == 0:
         return Stream(64, 64, 128, 1, 4, 6, 256)

@@ -76,7 +76,7 @@ def finish(total, up, residual, scale_ptr, out_ptr, n, t, T, N, ACT: tl.constexp
 
 
 @triton.jit
-def store_parts(total, up, part_ptr, split, n, t, T, N, ACT: tl.constexpr, KEEP: tl.constexpr):
+def store_parts(total, up, part_ptr, split, n, t, T, N, ACT: tl.constexpr, KEEP: tl.constexpr = False):
     """Plain sums [BN, BT] of part `split` of K for outputs n and rows t, into part_ptr [SPLIT, T, N or 2N]. KEEP: by `store_kept`."""
     WIDTH = N * (2 if ACT != 0 else 1)
     inside = (n < N)[:, None] & (t < T)[None, :]
@@ -161,12 +161,12 @@ def _add_loaded(
 def tile_kernel(
     x_ptr, norm_ptr, w_ptr, scale_ptr, residual_ptr, out_ptr, part_ptr, T, N, x_stride, residual_stride, eps,
     K: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, ACT: tl.constexpr,
-    HOLD: tl.constexpr, WARM: tl.constexpr, KEEP: tl.constexpr, PDL: tl.constexpr,
+    HOLD: tl.constexpr, WARM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """As `gemv_kernel`, for T rows. Program (n, s, t): BN outputs, part s of K, BT rows.
 
     part_ptr: None, or float32 [SPLIT, T, N or 2N], which gets plain sums instead of out; `sum_kernel` does the rest. HOLD: all weights of a
-    program are in shared memory before the input is there. KEEP: parts stay in the L2 cache.
+    program are in shared memory before the input is there.
     """
     if PDL:
         gdc_launch_dependents()
@@ -202,7 +202,7 @@ def tile_kernel(
             up *= rstd
         finish(total, up, residual, scale_ptr, out_ptr, n, t, T, N, ACT)
     else:
-        store_parts(total, up, part_ptr, split, n, t, T, N, ACT, KEEP)
+        store_parts(total, up, part_ptr, split, n, t, T, N, ACT)
 
 
 @triton.jit

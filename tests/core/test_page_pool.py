@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from modelrunner.caches import allocate_caches
+from modelrunner.caches import allocate_caches, free_arena, restore_arena
 from modelrunner.errors import CapacityError
 from modelrunner.model_state import FullAttention, SlidingWindow
 from modelrunner.page_pool import GroupLayout, PagePool, page_layout
@@ -199,3 +199,18 @@ def test_most_pages_of_a_window(tokens: int, chunk: int, most: int) -> None:
     ends = np.minimum(starts + chunk, tokens)
     held = -(-ends // 4) - layout.group.needed_from(starts) // 4
     assert held.max() <= most
+
+
+def test_an_arena_is_a_whole_number_of_the_allocators_blocks() -> None:
+    """Then nothing else lies in its last one, and all of it goes back, also after it came again."""
+    page_bytes, layouts = page_layout([FullAttention("full", layers=(0, 1), **SHAPE)], 16, 2)
+    arena, views = allocate_caches(layouts, 3, page_bytes, torch.bfloat16, torch.device("cpu"))
+    storage = arena.untyped_storage()
+    assert (arena.shape, storage.nbytes() % 2**21, storage.nbytes() >= arena.numel()) == ((3, page_bytes), 0, True)
+    whole = storage.nbytes()
+    views["full"].fill_(1)
+    free_arena(arena)
+    assert storage.nbytes() == 0
+    restore_arena(arena)
+    assert storage.nbytes() == whole
+    assert not views["full"].any()

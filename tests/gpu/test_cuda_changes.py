@@ -82,7 +82,6 @@ def test_running_requests_get_the_new_weights() -> None:
 
 
 def test_sleeping_gives_the_memory_back() -> None:
-    torch.cuda.empty_cache()  # of what other tests left: a piece of that would not go back by itself
     driver = Driver(dense(1).engine(device="cuda", depth=2, pages=65536))
     arena = driver.engine.assembly.arena
     driver.add("a", P(20, 1), GREEDY)

@@ -157,15 +157,15 @@ def test_a_part_of_the_multiprocessors() -> None:
     for where in (torch.cuda.Stream(device), stream):
         where.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(where):
-            begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            for _ in range(3):
+            timed = [tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(8)]
+            for begun, ended in timed:
                 begun.record()
                 for _ in range(10):
                     got = x @ x
                 ended.record()
         ended.synchronize()
         torch.testing.assert_close(got, want)
-        spans.append(begun.elapsed_time(ended))
+        spans.append(min(begun.elapsed_time(ended) for begun, ended in timed))  # other processes may use the GPU, too
     assert spans[1] > 1.5 * spans[0], f"as fast on {count} multiprocessors of {every} as on all: {spans} ms"
 
 
