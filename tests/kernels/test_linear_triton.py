@@ -166,7 +166,7 @@ def test_the_kernels_depend_on_shapes_alone() -> None:
     assert plan(256, 4096, 4096, 16, False, True, False) is None
     assert plan(257, 1024, 2048, 16, False, False, False) is None
     assert plan(64, 4096, 1024, 16, False, True, False) == Stream(64, 64, 128, 1, 4, 6, 256)
-    assert plan(64, 12288, 4096, 16, True, True, False) == Stream(64, 128, 128, 1, 8, 3, early=1)
+    assert plan(64, 12288, 4096, 16, True, True, False) == Stream(64, 128, 128, 1, 8, 3, early=1, keep=True)
     assert plan(32, 6144, 4096, 16, False, True, False) == Stream(32, 64, 256, 1, 4, 4, 256)
     assert plan(32, 6144, 4096, 16, False, True, False, streams=False) is None
     assert isinstance(plan(32, 4096, 12288, 16, False, False, False, streams=False), Tiles)
