@@ -73,15 +73,15 @@ for part in "${parts[@]}"; do
     # shellcheck disable=SC2086  # lists of words
     case $part in
     tests)
-        most=$(($(left) < 175 ? $(left) : 175))
+        most=$(($(left) < 220 ? $(left) : 220))
         step tests "$most" "$PYTHON" -P tests/gpu/side_by_side.py --workers "$WORKERS" --seconds $((most - 4)) --alone tests/gpu/test_memory.py $TESTS
         ;;
-    small) bench small 160 $small $SCENARIOS --repeat "$REPEAT" --limit 5 "${profile_of[@]}" ;;
-    startup) bench startup 70 $small startup ;;
-    host) bench host 40 $small host ;;
-    sampling) bench sampling 60 $small sampling ;;
+    small) bench small 130 $small $SCENARIOS --repeat "$REPEAT" --limit 5 "${profile_of[@]}" ;;
+    startup) bench startup 45 $small startup ;;
+    host) bench host 30 $small host ;;
+    sampling) bench sampling 40 $small sampling ;;
     profile) bench profile 120 $small $PROFILED --repeat 1 --limit 1 --profile ;;
-    large) bench large 130 $large $LARGE --repeat "$REPEAT" --limit 5 ;;
+    large) bench large 110 $large $LARGE --repeat "$REPEAT" --limit 5 ;;
     *)
         echo "no part is called $part: tests small large host sampling startup profile" >&2
         exit 2
