@@ -94,7 +94,7 @@ def _stream_builds(tiles: Stream, kind: str, inner: int, dtype: str, shape_of_su
         none = {"out_ptr", "residual_ptr"} if split else {"part_ptr"} | (set() if kind == "add" else {"residual_ptr"})
         none |= {"x_desc"} if way.early else set()
         signature = blocks | {k: f"*{v}" for k, v in pointers.items() if k not in none} | _NUMBERS
-        constants = {"BT": way.bt, "BN": way.bn, "BK": way.bk, "AHEAD": way.ahead, "EARLY": way.early, "KEEP": way.keep}
+        constants: dict[str, Any] = {"BT": way.bt, "BN": way.bn, "BK": way.bk, "AHEAD": way.ahead, "EARLY": way.early, "KEEP": way.keep}
         constants |= dict.fromkeys(none)
         shape = (way.warps, way.stages)
         found.append(Build(stream_kernel, signature, common | constants, *shape, 16, divisible=_DIVISIBLE, capabilities=capabilities))
