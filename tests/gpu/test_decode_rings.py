@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 from modelrunner.kernels.attention import gpu, ring_rows
-from modelrunner.kernels.attention.ring_rows import FEWEST_ROWS, RingConfig, RingWork, choose_rings, ring_work
+from modelrunner.kernels.attention.ring_rows import FEWEST_ROWS, MOST_ROWS, RingConfig, RingWork, choose_rings, ring_work
 from modelrunner.kernels.attention.work_list import AttentionWork
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
@@ -156,16 +156,18 @@ def test_where_rings_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.isfinite(step.attend(work, **options)).all()
     assert calls == [1]
     assert step.index(window=64).rings is None
-    assert make_step(ODD[: FEWEST_ROWS - 1]).index().rings is None
+    for few_or_many in (ODD[: FEWEST_ROWS - 1], [5] * (MOST_ROWS + 1)):
+        assert make_step(few_or_many).index().rings is None
     assert choose_rings(step.cache.to(torch.float8_e4m3fn), 64, 16, BF16) is None
     assert choose_rings(step.cache[..., :64], 64, 16, BF16) is None
 
 
 def test_a_chain_in_a_graph_is_the_same_each_time() -> None:
     """The next layer's keys are on their way while one still runs; its queries must have been written."""
-    step = make_step([*range(100, 200)], (16, 8))
+    step = make_step([*range(100, 100 + MOST_ROWS)], (16, 8))
     work, weight = step.index(), torch.randn(2048, step.qkv.shape[1], device="cuda").to(BF16) * 0.05
-    result = torch.zeros(100, 16, DIM, device="cuda", dtype=BF16)
+    assert work.rings is not None
+    result = torch.zeros(MOST_ROWS, 16, DIM, device="cuda", dtype=BF16)
 
     def chain() -> None:
         qkv = step.qkv.contiguous()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from triton_world import DEVICE
 
+from modelrunner.kernels.attention import ring_rows
 from modelrunner.kernels.attention.deal import FIRST_PAGES, LEAST_PAGES, DealtRows, deal_rows
 
 PAGE = 16
@@ -78,3 +79,15 @@ def test_every_page_is_dealt_once(lengths: list[int], programs: int, num_kv: int
     assert min(loads[:active]) >= total // active
     assert not any(loads[active:])
     assert not dealt.arrivals.any()
+
+
+def test_how_many_rows_attend_by_rings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """16 to 64, on a GPU that they were written for; with one program a multiprocessor where that is the faster."""
+    cache = torch.zeros(2, 16, 2, 8, 128, dtype=torch.bfloat16)
+    assert ring_rows.choose_rings(cache, 32, 16, cache.dtype) is None
+    monkeypatch.setattr(ring_rows, "RINGS", True)
+    monkeypatch.setattr(ring_rows, "hopper", lambda _: True)
+    found = [ring_rows.choose_rings(cache, rows, 16, cache.dtype) for rows in (15, 16, 40, 41, 64, 65)]
+    assert [config and config.programs for config in found] == [None, 1, 1, 2, 2, None]
+    assert ring_rows.choose_rings(cache, 32, 72, cache.dtype) is None
+    assert ring_rows.choose_rings(cache.float(), 32, 16, torch.float32) is None
