@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from test_attention_triton import E4M3, MIXED, SCALE, make_step
@@ -103,6 +105,28 @@ def test_attention_is_right(dtype: torch.dtype, window: int | None, options: dic
     assert torch.equal(whole, out)
 
 
+def alike(got: torch.Tensor, want: torch.Tensor) -> None:
+    """Bit for bit; in the interpreter as nearly as numpy's products allow, where these depend on a row's place among others."""
+    if torch.equal(got, want):
+        return
+    assert DEVICE.type == "cpu", "not the same bits"
+    assert numpy_minds_places(), "not the same bits, though numpy gives them"
+    torch.testing.assert_close(got, want, rtol=0, atol=4 * torch.finfo(got.dtype).eps * float(want.abs().max()))
+
+
+@cache
+def numpy_minds_places() -> bool:
+    """Whether a row of a product of matrices has other bits in another place, as with some CPUs' kernels."""
+    noise = np.random.default_rng(0)
+    sizes = [(m, k, n) for m in (16, 32, 64, 128) for k in (16, 32, 64, 128) for n in (16, 32, 64, 128)]
+    for m, k, n in sizes:
+        a, b = noise.standard_normal((m, k), np.float32), noise.standard_normal((k, n), np.float32)
+        whole = a @ b
+        if any(not np.array_equal(np.roll(np.roll(a, by, 0) @ b, -by, 0), whole) for by in (1, 5, m // 2)):
+            return True
+    return False
+
+
 @dtypes
 @pytest.mark.parametrize("window", [None, 40])
 def test_a_query_is_what_it_is_in_any_chunk(dtype: torch.dtype, window: int | None) -> None:
@@ -120,5 +144,5 @@ def test_a_query_is_what_it_is_in_any_chunk(dtype: torch.dtype, window: int | No
         return fixed_indexed_attention(step.q[first : first + count], cache, index, scale=SCALE)
 
     whole = attend(0, 100)
-    assert torch.equal(torch.cat([attend(first, min(37, 100 - first)) for first in range(0, 100, 37)]), whole)
-    assert torch.equal(torch.cat([attend(first, 1) for first in range(90, 100)]), whole[90:])
+    alike(torch.cat([attend(first, min(37, 100 - first)) for first in range(0, 100, 37)]), whole)
+    alike(torch.cat([attend(first, 1) for first in range(90, 100)]), whole[90:])
