@@ -21,7 +21,7 @@ from tests.model_states.drafters.bench import Bench, read_card
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return heads.write(tmp_path_factory.mktemp("target"), heads.TARGET, heads.target_tensors() | heads.mtp_tensors())
+    return heads.write(tmp_path_factory.mktemp("loading") / "target", heads.TARGET, heads.target_tensors() | heads.mtp_tensors())
 
 
 def published(kind: str) -> tuple[ModuleType, dict[str, Any], heads.Tensors]:
@@ -57,9 +57,9 @@ def test_missing_and_unexpected_tensors_are_listed(kind: str, gone: str, target:
 @pytest.mark.parametrize(
     ("kind", "config", "tensors", "message"),
     [
-        ("eagle", {"hidden_size": 32}, {}, "drafter head has hidden_size 32, target target0 has 64"),
-        ("eagle", {"vocab_size": 300}, {}, "drafter head has a vocabulary of 300 ids, target target0 one of 331"),
-        ("eagle3", {"hidden_size": 32}, {}, "drafter head has hidden_size 32, target target0 has 64"),
+        ("eagle", {"hidden_size": 32}, {}, "drafter head has hidden_size 32, target target has 64"),
+        ("eagle", {"vocab_size": 300}, {}, "drafter head has a vocabulary of 300 ids, target target one of 331"),
+        ("eagle3", {"hidden_size": 32}, {}, "drafter head has hidden_size 32, target target has 64"),
         ("eagle3", {"draft_vocab_size": 400}, {}, "draft_vocab_size is 400; 1 to 331 are possible"),
         ("eagle3", {"num_hidden_layers": 2}, {}, "num_hidden_layers is 2; an EAGLE-3 head has 1 decoder layer"),
         ("eagle3", {"eagle_aux_hidden_state_layer_ids": [0, 1, 9]}, {}, r"fuses the hidden states \[0, 1, 9\].*3 numbers from 0 to 3"),
@@ -125,7 +125,7 @@ def test_heads_without_a_checkpoint_decline(plugin: ModuleType) -> None:
 
 def test_a_draft_model_of_another_vocabulary(target: Path, tmp_path: Path) -> None:
     folder = heads.write(tmp_path / "other", heads.TARGET | {"vocab_size": 300}, {})
-    with pytest.raises(ValueError, match="draft model other has a vocabulary of 300 ids, target target0 one of 331; they must share one"):
+    with pytest.raises(ValueError, match="draft model other has a vocabulary of 300 ids, target target one of 331; they must share one"):
         Bench(target, draft_model, folder)
 
 
