@@ -207,7 +207,7 @@ class SteadyDrafts:
         table.computed[rows] += total
         table.num_drafted[rows] += checked
         table.num_accepted[rows] += total - steps
-        self._length = int(self._come.max()) + self._ahead * self._slots - 1
+        self._length = int((self._come + self._ahead * self._query).max()) - 1
         before, tokens, drafts = self._counted
         self._add(steps - before, int(total.sum()) - tokens, int(checked.sum()) - drafts)
         self._counted = 0, 0, 0

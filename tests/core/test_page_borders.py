@@ -28,16 +28,18 @@ PAGES = 10_000
 class Rows:
     """Rows that decode with drafts, as `SteadyDrafts` sees them, and as plain numbers."""
 
-    def __init__(self, lengths: list[int], limits: list[int], most: int, depth: int, sizes: list[int], max_model_len: int) -> None:
+    def __init__(
+        self, lengths: list[int], limits: list[int], drafts: list[int], most: int, depth: int, sizes: list[int], max_model_len: int
+    ) -> None:
         layouts = [GroupLayout(group, size) for group, size in zip((FULL, OWN), sizes, strict=False)]
         policy = DraftPolicy(most, depth=depth, groups=("own",))
         self.table, self.pool = HostRows(layouts, len(lengths) + 1, max_model_len, policy), PagePool(PAGES + 1)
         self.rows = np.arange(len(lengths), 0, -1).astype(np.int32) - 1
         self.limits, self.slots, self.depth = np.array(limits), 1 + most, depth
         self.log = [list(range(length)) for length in lengths]
-        for row, length, limit in zip(self.rows.tolist(), lengths, limits, strict=True):
-            self.table.open(row, np.arange(length, dtype=np.int32), length - 1, 1, limit, 0, drafts=most)
-        counts = np.full(len(lengths), self.slots, np.int32)
+        for row, length, limit, wanted in zip(self.rows.tolist(), lengths, limits, drafts, strict=True):
+            self.table.open(row, np.arange(length, dtype=np.int32), length - 1, 1, limit, 0, drafts=wanted)
+        self.query = counts = np.array(drafts, np.int32) + 1
         for each in self.table.tables:
             each.grow(self.rows, each.lacks(self.rows, self.table.computed_upper[self.rows] + counts, self.limits), self.pool)
         self.table.advance(self.rows, counts)
@@ -55,14 +57,14 @@ class Rows:
     @property
     def upper(self) -> Any:
         """Tokens that each row has at most, newest one included, after the steps planned so far."""
-        return np.array([len(log) for log in self.log]) + self.slots * len(self.in_flight)
+        return np.array([len(log) for log in self.log]) + self.query * len(self.in_flight)
 
     def wanted(self, available: int) -> list[set[int]]:
         """Places of the rows that get a page for the next step, by group, by the rule of `HostRows.early`."""
         strict, early = [], []
         for each in self.table.tables:
             used = each.used[self.rows] * each.tokens_per_page
-            needed = self.upper + self.slots - 1 + each.ahead
+            needed = self.upper + self.query - 1 + each.ahead
             lack = np.minimum(needed, self.limits - 1) > used
             later = np.minimum(needed + each.early, self.limits - 1) > used
             strict.append(set(np.flatnonzero(lack).tolist()))
@@ -106,7 +108,7 @@ class Rows:
     def check(self) -> None:
         self.steady.count()
         stats, first = self.stats, self.rows.size  # tokens of the step that the general path would have counted
-        assert [stats.generated_tokens, stats.num_drafted] == [self.counted[0] - first, self.counted[1] - first * (self.slots - 1)]
+        assert [stats.generated_tokens, stats.num_drafted] == [self.counted[0] - first, self.counted[1] - (self.query - 1).sum()]
         self.steady.settle()
         assert [stats.generated_tokens, sum(stats.drafted_at)] == [self.counted[0] - first, stats.num_drafted]
         assert stats.num_accepted == sum(stats.accepted_at)
@@ -125,7 +127,8 @@ def starts(draw: st.DrawFn) -> Rows:
     sizes = draw(st.lists(st.sampled_from([most + 1, 8, 11, 16, 64]).filter(lambda size: size > most), min_size=num_groups, max_size=2))
     lengths = draw(st.lists(st.integers(2, 70), min_size=1, max_size=7))
     limits = [length + draw(st.integers(8 * most, 200)) for length in lengths]
-    return Rows(lengths, limits, most, depth, sizes, max(limits) + draw(st.integers(0, 30)))
+    drafts = [draw(st.integers(0, most)) if draw(st.booleans()) else most for _ in lengths]  # a request may ask for fewer
+    return Rows(lengths, limits, drafts, most, depth, sizes, max(limits) + draw(st.integers(0, 30)))
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
@@ -141,8 +144,10 @@ def test_each_row_has_its_pages_in_time(world: Rows, seed: int, staged: bool, mo
             while len(world.in_flight) < world.depth:
                 if not world.plan(draws.randrange(world.rows.size + 1) if scarce else PAGES):
                     return world.check()
+            if draws.random() < 0.1:  # somebody looks while all is in flight
+                world.check()
             for _ in range(draws.randint(1, len(world.in_flight))):
-                drafted = np.array([draws.randint(0, world.slots - 1) for _ in world.log])
+                drafted = np.array([draws.randint(0, most) for most in (world.query - 1).tolist()])
                 eager = draws.random()
                 kept = [1 + (int(most) if draws.random() < eager else draws.randint(0, int(most))) for most in drafted]
                 world.commit(np.array(kept), drafted)
@@ -152,7 +157,7 @@ def test_each_row_has_its_pages_in_time(world: Rows, seed: int, staged: bool, mo
 
 def test_few_checks_are_made() -> None:
     """Otherwise the test above would show little: rows between borders are not looked at."""
-    world = Rows([20, 23], [900, 900], 3, 2, [16], 1000)
+    world = Rows([20, 23], [900, 900], [3, 3], 3, 2, [16], 1000)
     checks = steps = 0
     while world.plan(PAGES):
         steps += 1
