@@ -70,15 +70,16 @@ class Device(ABC):
         """Enqueue `work` on the compute stream. `work` must not synchronise; whatever it reads must stay unchanged until it ran."""
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Record `work`, which has run before, without running it. Called inside `launch`, as is the result, which runs it again on the
-        contents that the same memory has by then. Whatever `work` allocates comes from a pool that all graphs share."""
+        """Record `work`, which has run before or was built (see `build`), without running it. Called inside `launch`, as is the result,
+        which runs it again on the contents that the same memory has by then. Whatever `work` allocates comes from a pool that all graphs
+        share."""
         raise NotImplementedError(f"device {self.name!r} captures no graphs")
 
-    def build(self, work: Sequence[Callable[[], None]]) -> Sequence[bool]:
+    def build(self, work: Sequence[Callable[[], None]]) -> Sequence[bool] | None:
         """Get ready what all of `work` will launch, running as little of it as possible, so that its first run need not wait. Start-up
-        only: what `work` reads and writes here means nothing. An error is left for that first run. Returns which of it may be captured
-        without a first run."""
-        return [False] * len(work)
+        only: what `work` reads and writes here means nothing. An error is left for that first run. Returns of each whether it may be
+        captured without a first run; None, as devices of interfaces before 1.8 do: nothing may."""
+        return None
 
     def forget_graphs(self) -> None:
         """All results of `capture` are gone; later ones share a new pool."""

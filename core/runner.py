@@ -118,14 +118,16 @@ class Runner:
         self._built = {key for key in keys if ready[key] and ready.get(alike.get(key, key), True)}
 
     def _build(self, work: Sequence[Callable[[], None]]) -> Sequence[bool]:
-        """Let the device get ready what `work` will launch. It may run parts of it without the kernels that say where their inputs lie."""
+        """Let the device get ready what `work` will launch. It may run parts of it without the kernels that say where their inputs lie.
+        Returns what needs no first run."""
 
         def reset() -> None:
             fill(self.buffers.sample_index, 0)
             if self.drafting is not None:
                 fill(self.drafting.last_place, 0)
 
-        return self.device.build([partial(_in_order, reset, part) for part in work])
+        went = self.device.build([partial(_in_order, reset, part) for part in work])
+        return [False] * len(work) if went is None else went
 
     def _first(self, plan: Plan) -> None:
         shape = self.buckets.shape(plan)

@@ -68,11 +68,11 @@ class CudaDevice(Device):
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         return captured(work, self._pool)
 
-    def build(self, work: Sequence[Callable[[], None]]) -> Sequence[bool]:
+    def build(self, work: Sequence[Callable[[], None]]) -> Sequence[bool] | None:
         try:
             from modelrunner.kernels.ahead import built_ahead
         except ImportError:  # without Triton there is nothing to build
-            return super().build(work)
+            return None
         went = [False] * len(work)
         with built_ahead(self.torch_device):
             for place, part in enumerate(work):

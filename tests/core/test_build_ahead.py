@@ -119,6 +119,18 @@ def test_what_was_built_is_captured_without_a_first_run(monkeypatch: pytest.Monk
     assert graphs.captured == graphs.first
 
 
+def test_a_device_that_does_not_say_what_it_built_runs_all_of_it_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As devices written for an interface before 1.8 do."""
+    monkeypatch.setattr(Builder, "build", lambda self, work: None)
+    driver = Driver(started())
+    graphs = driver.engine.runner.graphs
+    assert graphs.captured == graphs.first
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    driver.add("a", P(9, 1), params)
+    driver.finish()
+    assert_same(dense(), P(9, 1), params, driver.result("a"))
+
+
 def test_places_of_a_larger_step_are_not_read_while_kernels_are_built() -> None:
     """Of a small step nobody says then where its last places lie, and those of a larger one lie outside of it."""
     settings = {"speculation": {"drafter": "mtp"}, "model": {"name": str(engines.target())}} | options(device="builder", rows=4, tokens=64)
