@@ -193,10 +193,10 @@ class PatchBuilder:
     def line(self, name: str, seat: int, elements: Int32Array) -> None:
         """Set the first elements of a seat's line of a 32-bit seated column."""
         region = self.table.regions[f"{name}.seats"]
-        self._run(region.base + seat * region.stride, region.column.encode(elements))
+        self._run(region.base + seat * region.stride, region.column.encode(elements).copy())
 
     def elements(self, name: str, rows: npt.NDArray[Any], cols: npt.NDArray[Any], values: npt.NDArray[Any]) -> None:
-        """Set single elements [row, col] of a 32-bit column: three arrays of one length."""
+        """Set single elements [row, col] of a 32-bit column: three arrays of one length, which the patch may keep."""
         region = self.table.regions[name]
         if region.column.words != 1:
             raise ValueError(f"column {name!r} has 64-bit elements; only whole rows can be set")

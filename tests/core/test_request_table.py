@@ -80,6 +80,16 @@ def test_numbers_of_any_type_are_set_alike() -> None:
         assert made.columns["heat"][1].item() == torch.tensor(float(heat)).item()
 
 
+def test_a_patch_of_one_line_keeps_it_when_its_source_changes() -> None:
+    """A guide's mask is filled again for the next token."""
+    made, line = table(), np.array([1, 2, 3], np.int32)
+    builder = made.builder()
+    builder.line("listed", 0, line)
+    patch = builder.build()
+    line[:] = 9
+    assert patch.words.tolist() == [1, 2, 3]
+
+
 def test_no_edit_is_an_empty_patch() -> None:
     assert table().builder().build().empty
 
