@@ -131,17 +131,17 @@ class Runner:
 
     def _first(self, plan: Plan) -> None:
         shape = self.buckets.shape(plan)
-        self._pack(plan, shape, 0, rows=True)()
+        self._stage(plan, shape)
         self.work.computation(plan, shape, None, Asked.of(plan))()
 
     def _first_of(self, plan: Plan, key: Key) -> None:
-        self._stage(plan, key)
+        self._stage(plan, self._shape(key))
         self._closure(key)()
 
-    def _stage(self, plan: Plan, key: Key) -> None:
-        """Put `plan` into the input buffers, in a key's shape."""
-        self.device.launch(self._pack(plan, self._shape(key), 0, rows=True))
-        self.device.synchronize()  # the buffer is written again for the next shape
+    def _stage(self, plan: Plan, shape: Shape) -> None:
+        """Put `plan` into the input buffers, padded to `shape`."""
+        self.device.launch(self._pack(plan, shape, 0, rows=True))
+        self.device.synchronize()  # the pinned buffer is written again for the next one
 
     def run_large(self, num_tokens: int) -> None:
         """Run a step of as many rows as there can be, dead ones, with so many tokens and the tail that needs most memory, to its end.
@@ -185,7 +185,7 @@ class Runner:
             shown: Iterable[Key] = tqdm(keys, desc="Capturing graphs", unit="graph", disable=not sys.stderr.isatty())
             return shown
 
-        report = self.graphs.capture_all(partial(self._stage, plan), bar, self._built)
+        report = self.graphs.capture_all(lambda key: self._stage(plan, self._shape(key)), bar, self._built)
         self._rewind()
         return report
 

@@ -14,6 +14,8 @@ from modelrunner.device import Device
 from modelrunner.graphs import BUILT, Key, StepGraphs
 from modelrunner.kernels.speculation.reference import draft_inputs
 from modelrunner.ops import Register
+from modelrunner.step_buffers import PlanPacker
+from modelrunner.step_work import StepWork
 from modelrunner.testing import ByteTokenizerPlugin, Driver, P, assert_same, dense, options, tiny_dense
 from modelrunner.testing.null_device import NullDevice
 from tests.model_states.drafters import engines
@@ -129,6 +131,39 @@ def test_a_device_that_does_not_say_what_it_built_runs_all_of_it_first(monkeypat
     driver.add("a", P(9, 1), params)
     driver.finish()
     assert_same(dense(), P(9, 1), params, driver.result("a"))
+
+
+def test_a_plan_is_not_written_over_while_it_may_be_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All steps that are built go through one pinned buffer, and the host is ahead of a device."""
+    copying, packed = False, 0
+    pack_rows, upload = PlanPacker.pack_rows, StepWork.upload
+
+    def packing(self: PlanPacker, *arguments: Any) -> None:
+        nonlocal packed
+        packed += 1
+        assert not copying
+        pack_rows(self, *arguments)
+
+    def uploading(self: StepWork, *arguments: Any) -> None:
+        nonlocal copying
+        copying = True
+        upload(self, *arguments)
+
+    def waited(self: Builder) -> None:
+        nonlocal copying
+        copying = False
+
+    def build(self: Builder, work: Sequence[Callable[[], None]]) -> None:
+        with monkeypatch.context() as patch, torch.inference_mode():
+            patch.setattr(PlanPacker, "pack_rows", packing)
+            patch.setattr(StepWork, "upload", uploading)
+            patch.setattr(Builder, "synchronize", waited)
+            for part in work:
+                part()
+
+    monkeypatch.setattr(Builder, "build", build)
+    started()
+    assert packed > 20
 
 
 def test_places_of_a_larger_step_are_not_read_while_kernels_are_built() -> None:
