@@ -213,8 +213,9 @@ class StepGraphs:
             self.capture(key)
             self._replays[key]()
         else:
-            self._closures[key] = closure = self._make(key)
+            closure = self._make(key)
             closure()
+            self._closures[key] = closure
 
     def capture(self, key: Key) -> None:
         """Record the closure of `key`, which has run before, or whose kernels are built."""
