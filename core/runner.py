@@ -127,6 +127,8 @@ class Runner:
                 fill(self.drafting.last_place, 0)
 
         went = self.device.build([partial(_in_order, reset, part) for part in work])
+        if went is not None and len(went) != len(work):
+            raise PluginError(f"build of device {self.device.name!r} answered for {len(went)} pieces of work; it was given {len(work)}")
         return [False] * len(work) if went is None else went
 
     def _first(self, plan: Plan) -> None:

@@ -11,6 +11,7 @@ import torch
 from modelrunner import Engine, Offer, SamplingParams, hookimpl
 from modelrunner.batch import Feature
 from modelrunner.device import Device
+from modelrunner.errors import PluginError
 from modelrunner.graphs import BUILT, Key, StepGraphs
 from modelrunner.kernels.speculation.reference import draft_inputs
 from modelrunner.ops import Register
@@ -131,6 +132,12 @@ def test_a_device_that_does_not_say_what_it_built_runs_all_of_it_first(monkeypat
     driver.add("a", P(9, 1), params)
     driver.finish()
     assert_same(dense(), P(9, 1), params, driver.result("a"))
+
+
+def test_a_device_answers_for_each_piece_of_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Builder, "build", lambda self, work: [True])
+    with pytest.raises(PluginError, match=r"build of device 'builder' answered for 1 pieces of work; it was given \d\d"):
+        started()
 
 
 def test_a_plan_is_not_written_over_while_it_may_be_copied(monkeypatch: pytest.MonkeyPatch) -> None:
