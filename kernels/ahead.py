@@ -167,4 +167,6 @@ def _kind(value: Any) -> Any:
         return value.dtype, value.data_ptr() % 16 == 0
     if type(value) is int:
         return value == 1, value % 16 == 0, value.bit_length() > 31
+    if hasattr(value, "block_shape"):  # a descriptor, which alone may say how large the tiles are
+        return type(value), value.base.dtype, tuple(value.block_shape), repr(getattr(value, "layout", None))
     return type(value)
