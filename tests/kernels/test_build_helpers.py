@@ -110,6 +110,16 @@ def test_what_goes_wrong_here_is_told() -> None:
         Helpers().build(broken)
 
 
+def test_processes_that_do_not_start_are_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was built is not lost, and no pipes are left, however often it is tried."""
+    monkeypatch.setattr(build_helpers, "SLOW", -1.0)
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    helpers, before = Helpers(), os.listdir("/proc/self/fd")
+    assert [helpers.build(lambda: "kernel") for _ in range(2)] == ["kernel"] * 2
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+    helpers.close()
+
+
 FIND = textwrap.dedent(
     """
     import json
@@ -169,3 +179,27 @@ def test_the_record_of_a_start_is_that_of_these_kernels(tmp_path: Path, monkeypa
     monkeypatch.setattr(build_helpers, "version", lambda name: "another")
     build_helpers.begin()
     assert started == [1, 1]
+
+
+def test_without_triton_nothing_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on systems that have a GPU and no Triton, where there might be no such processes either."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.setattr(build_helpers.HELPERS, "start", lambda: pytest.fail("started"))
+    build_helpers.begin()
+
+
+def test_a_user_without_a_home_has_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton needs none, least of all where its folder is given."""
+
+    def homeless(_: int) -> None:
+        raise KeyError("no such user")
+
+    for name in ("HOME", "TRITON_HOME", "TRITON_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", homeless)
+    assert build_helpers.cache_folder() == Path("~/.triton/cache")
+    monkeypatch.setenv("TRITON_HOME", "/t")
+    assert build_helpers.cache_folder() == Path("/t/.triton/cache")
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/c")
+    assert build_helpers.cache_folder() == Path("/c")
