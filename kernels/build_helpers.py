@@ -189,7 +189,7 @@ class Helpers:
         except Empty:
             return
         try:
-            pickle.dump(job, worker.jobs)
+            pickle.dump(pickle.dumps(job), worker.jobs)
             worker.jobs.flush()
             if not select.select([worker.answers], [], [], PATIENCE)[0]:
                 return

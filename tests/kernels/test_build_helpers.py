@@ -9,12 +9,13 @@ import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 from modelrunner.kernels import build_helpers
-from modelrunner.kernels.build_helpers import Helpers, job_of
+from modelrunner.kernels.build_helpers import Helpers, Job, job_of
 
 BUILD_ONE = textwrap.dedent(
     """
@@ -62,6 +63,22 @@ def test_what_a_process_builds_is_found_in_the_cache(tmp_path: Path) -> None:
     ran = subprocess.run([sys.executable, "-P", "-c", BUILD_ONE], env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.strip() == "[false, true, false, true]"
+
+
+def test_a_job_that_a_process_cannot_read_does_not_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a constant is of a module that is not found there, or needs more of torch than its names."""
+    pytest.importorskip("triton")
+    here = ModuleType("only_here")
+    here.Kind = type("Kind", (), {"__module__": "only_here"})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "only_here", here)
+    helpers = Helpers()
+    helpers.start(1)
+    try:
+        for _ in range(2):
+            helpers._let(Job(object, "no_such_module", "kernel", "", {}, here.Kind(), {}, None, {}))
+            assert helpers.free.qsize() == 1
+    finally:
+        helpers.close()
 
 
 def closed_over(**values: Any) -> Callable[[], Any]:
