@@ -131,3 +131,31 @@ def test_what_has_most_code_is_built_first(monkeypatch: pytest.MonkeyPatch) -> N
         gate.set()
     assert built == ["long", "add", "add"]
     assert isinstance(failed.exception(), ValueError)
+
+
+def test_threads_without_the_gpu_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else whoever waits for what they build would wait for ever."""
+
+    def broken(_: torch.device) -> None:
+        raise RuntimeError("no such device")
+
+    monkeypatch.setattr(torch.cuda, "set_device", broken)
+    with ahead._Builders(torch.device("cuda", 7)) as builders:
+        failed = builders.submit(lambda: "kernel")
+        assert isinstance(failed.exception(timeout=20), RuntimeError)
+
+
+def even(n: tl.constexpr):  # type: ignore[no-untyped-def]
+    odd(n - 1)
+
+
+def odd(n: tl.constexpr):  # type: ignore[no-untyped-def]
+    even(n - 1)
+
+
+def test_functions_may_call_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    functions = [JITFunction(even), JITFunction(odd)]
+    monkeypatch.setitem(globals(), "even", functions[0])
+    monkeypatch.setitem(globals(), "odd", functions[1])
+    src = SimpleNamespace(fn=functions[0])
+    assert ahead._code_of(lambda: src) == sum(len(each.src) for each in functions)
