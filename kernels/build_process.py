@@ -75,8 +75,8 @@ def same_keys() -> None:
     """
     from triton.runtime.jit import DependenciesFinder
 
-    plain = DependenciesFinder._update_hash
-    if getattr(plain, "known_first", False):
+    plain = getattr(DependenciesFinder, "_update_hash", None)
+    if plain is None or getattr(plain, "known_first", False):
         return
 
     def update(finder: Any, function: Any) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from modelrunner.kernels import build_helpers
+from modelrunner.kernels import build_helpers, build_process
 from modelrunner.kernels.build_helpers import Helpers, Job, job_of
 
 BUILD_ONE = textwrap.dedent(
@@ -180,6 +180,14 @@ def test_a_process_without_torch_finds_the_same_kernels() -> None:
     assert not torch_there
     assert here == there
     assert len(here) > 30
+
+
+def test_a_triton_that_makes_keys_otherwise_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is mended is of its inner parts, which another version may not have."""
+    jit = pytest.importorskip("triton.runtime.jit")
+    monkeypatch.delattr(jit.DependenciesFinder, "_update_hash")
+    build_process.same_keys()
+    assert not hasattr(jit.DependenciesFinder, "_update_hash")
 
 
 def test_the_record_of_a_start_is_that_of_these_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
