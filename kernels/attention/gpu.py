@@ -132,7 +132,7 @@ def qkv_attention(
     sinks: torch.Tensor | None = None,
     scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The fusion of that name: one launch for few decode rows of few tokens each, else two. slots: those of the index."""
+    """The fusion of that name: one launch for decode rows by rings and for few of few tokens each, else two. slots: those of the index."""
     decode = index.decode
     if index.rings is not None and softcap is None and sinks is None and scales is None and cos_sin.shape[1] == cache.shape[4]:
         if qkv.stride(1) != 1 or cos_sin.stride(1) != 1:
