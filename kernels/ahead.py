@@ -102,8 +102,6 @@ class _Builders(Executor):
         return future
 
     def _work(self, device: torch.device) -> None:
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
         while True:
             with self._more:
                 self._more.wait_for(lambda: self._waiting or self._closed)
@@ -111,6 +109,8 @@ class _Builders(Executor):
                     return
                 _, _, future, work = heappop(self._waiting)
             try:
+                if device.type == "cuda":
+                    torch.cuda.set_device(device)
                 future.set_result(_loaded(work))
             except BaseException as error:
                 future.set_exception(error)
@@ -124,7 +124,7 @@ class _Builders(Executor):
 
 
 def _code_of(work: Callable[[], Any]) -> int:
-    """Characters of the kernel that Triton's closure compiles, with what it calls; 0 if that cannot be told."""
+    """Characters of the kernel that Triton's closure compiles, and of what it calls; 0 if that cannot be told."""
     names = getattr(work, "__code__", None)
     cells = dict(zip(names.co_freevars, work.__closure__ or (), strict=True)) if names is not None else {}
     function = getattr(cells["src"].cell_contents, "fn", None) if "src" in cells else None
@@ -132,9 +132,10 @@ def _code_of(work: Callable[[], Any]) -> int:
 
 
 @cache
-def _code(function: JITFunction[Any]) -> int:
+def _code(function: JITFunction[Any], callers: frozenset[JITFunction[Any]] = frozenset()) -> int:
+    above = callers | {function}
     named = (function.fn.__globals__.get(name) for name in function.fn.__code__.co_names)
-    return len(function.src) + sum(_code(each) for each in named if isinstance(each, JITFunction) and each is not function)
+    return len(function.src) + sum(_code(each, above) for each in named if isinstance(each, JITFunction) and each not in above)
 
 
 def _loaded(work: Callable[[], Any]) -> Any:
@@ -167,4 +168,6 @@ def _kind(value: Any) -> Any:
         return value.dtype, value.data_ptr() % 16 == 0
     if type(value) is int:
         return value == 1, value % 16 == 0, value.bit_length() > 31
+    if hasattr(value, "block_shape"):  # a descriptor, which alone may say how large the tiles are
+        return type(value), value.base.dtype, tuple(value.block_shape), repr(getattr(value, "layout", None))
     return type(value)

@@ -16,10 +16,12 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Lock, Thread
@@ -34,8 +36,8 @@ SERVER = "modelrunner.kernels.build_process"
 
 def cache_folder() -> Path:
     """Triton's cache, as far as its environment says."""
-    home = Path(os.environ.get("TRITON_HOME") or Path.home())
-    return Path(os.environ.get("TRITON_CACHE_DIR") or home / ".triton" / "cache")
+    home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")  # which has no error for a user without one
+    return Path(os.environ.get("TRITON_CACHE_DIR") or Path(home, ".triton", "cache"))
 
 
 def record() -> Path:
@@ -93,13 +95,13 @@ def job_of(build: Callable[[], Any]) -> Job | None:
 def begin() -> None:
     """Start what builds will need, so that it goes on beside the rest of an engine's start: where the cache knows nothing of these kernels
     the processes, and always the reading of all of Triton's files, which its keys are made of. Nothing where there is no Triton."""
+    if find_spec("triton") is None:
+        return
     with suppress(OSError):
         if not record().exists():
             HELPERS.start()
-    try:
-        from triton.runtime import cache
-    except ImportError:
-        return
+    from triton.runtime import cache
+
     read: Callable[[], Any] | None = getattr(cache, "triton_key", None)
     if read is not None and not _READING:
         _READING.append(Thread(target=read, name="triton-key", daemon=True))
@@ -127,6 +129,14 @@ class Worker(NamedTuple):
     answers: BinaryIO
 
 
+def _server(pipes: Sequence[int]) -> subprocess.Popen[bytes]:
+    """The process that forks the others, with its ends of their pipes."""
+    command = [sys.executable or "", "-P", "-m", SERVER, *map(str, pipes)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    nothing = subprocess.DEVNULL
+    return subprocess.Popen(command, env=environment, pass_fds=pipes, stdin=nothing, stdout=nothing, stderr=nothing)
+
+
 @dataclass
 class Helpers:
     """The processes of this one: none until a build was slow, or `start` was called."""
@@ -144,26 +154,31 @@ class Helpers:
         begun = time.monotonic()
         kernel = build()
         if time.monotonic() - begun > SLOW:
-            self.start()
+            with suppress(OSError):  # without processes then
+                self.start()
         return kernel
 
     def start(self, number: int = 0) -> None:
         """So many processes, by default one for each processor, unless there are some. They take a second to be ready; until then work
-        waits for them."""
+        waits for them. Raises OSError, and leaves nothing behind, if they cannot be started."""
         with self.lock:
             if self.server is not None and self.server.poll() is None:
                 return
             self.close()
-            number = number or min(MOST, len(os.sched_getaffinity(0)))
-            pipes = [(os.pipe(), os.pipe()) for _ in range(number)]
-            theirs = [end for (jobs, _), (_, answers) in pipes for end in (jobs, answers)]
-            command = [sys.executable, "-P", "-m", SERVER, *map(str, theirs)]
-            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-            quiet = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
-            self.server = subprocess.Popen(command, env=environment, pass_fds=theirs, **quiet)  # type: ignore[call-overload]
+            pipes: list[tuple[int, int]] = []
+            try:
+                for _ in range(2 * (number or min(MOST, len(os.sched_getaffinity(0))))):
+                    pipes.append(os.pipe())
+                pairs = list(zip(pipes[::2], pipes[1::2], strict=True))
+                theirs = [end for (jobs, _), (_, answers) in pairs for end in (jobs, answers)]
+                self.server = _server(theirs)
+            except OSError:
+                for end in chain.from_iterable(pipes):
+                    os.close(end)
+                raise
             for end in theirs:
                 os.close(end)
-            self.workers += [Worker(os.fdopen(jobs, "wb"), os.fdopen(answers, "rb")) for (_, jobs), (answers, _) in pipes]
+            self.workers += [Worker(os.fdopen(jobs, "wb"), os.fdopen(answers, "rb")) for (_, jobs), (answers, _) in pairs]
         for worker in self.workers:
             self.free.put(worker)
 
@@ -174,7 +189,7 @@ class Helpers:
         except Empty:
             return
         try:
-            pickle.dump(job, worker.jobs)
+            pickle.dump(pickle.dumps(job), worker.jobs)
             worker.jobs.flush()
             if not select.select([worker.answers], [], [], PATIENCE)[0]:
                 return
@@ -185,13 +200,13 @@ class Helpers:
 
     def close(self) -> None:
         """End the processes."""
+        if self.server is not None:
+            self.server.kill()
+            self.server.wait()
         for worker in self.workers:
             for pipe in worker:
                 with suppress(OSError):
                     pipe.close()
-        if self.server is not None:
-            self.server.kill()
-            self.server.wait()
         self.workers.clear()
         self.free, self.server = SimpleQueue(), None
 

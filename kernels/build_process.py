@@ -75,8 +75,8 @@ def same_keys() -> None:
     """
     from triton.runtime.jit import DependenciesFinder
 
-    plain = DependenciesFinder._update_hash
-    if getattr(plain, "known_first", False):
+    plain = getattr(DependenciesFinder, "_update_hash", None)
+    if plain is None or getattr(plain, "known_first", False):
         return
 
     def update(finder: Any, function: Any) -> None:
@@ -94,9 +94,10 @@ def launcher(kernel: Any) -> None:
         driver.CudaLauncher(kernel.src, kernel.metadata)
 
 
-def answer(job: Job) -> str | None:
-    """Build; what went wrong, if anything did."""
+def answer(packed: bytes) -> str | None:
+    """Build a pickled job; what went wrong, if anything did."""
     try:
+        job: Job = pickle.loads(packed)
         kernel = job.build()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
@@ -106,15 +107,15 @@ def answer(job: Job) -> str | None:
 
 
 def serve(jobs: int, answers: int) -> None:
-    """A process: jobs from a pipe, answers to another one, until nothing comes any more."""
+    """A process: jobs from a pipe, pickled twice lest one that cannot be read here end it; answers to another one, until nothing comes."""
     patience = FIRST
     with os.fdopen(jobs, "rb") as source, os.fdopen(answers, "wb") as target:
         while select.select([source], [], [], patience)[0]:
             try:
-                job: Job = pickle.load(source)
+                packed: bytes = pickle.load(source)
             except EOFError:
                 return
-            pickle.dump(answer(job), target)
+            pickle.dump(answer(packed), target)
             target.flush()
             patience = IDLE
 

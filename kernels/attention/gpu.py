@@ -132,7 +132,7 @@ def qkv_attention(
     sinks: torch.Tensor | None = None,
     scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The fusion of that name: one launch for few decode rows of few tokens each, else two. slots: those of the index."""
+    """The fusion of that name: one launch for decode rows by rings and for few of few tokens each, else two. slots: those of the index."""
     decode = index.decode
     if index.rings is not None and softcap is None and sinks is None and scales is None and cos_sin.shape[1] == cache.shape[4]:
         if qkv.stride(1) != 1 or cos_sin.stride(1) != 1:
@@ -261,8 +261,7 @@ def _qkv_build(kind: str, heads: int, kv_heads: int, dim: int, block: int, norm:
     return Build(norm_rotate_write, signature, constants, num_warps=warps, divisible=steps, capabilities=_capabilities(kept))
 
 
-def _ring_builds(group: int, rows: int) -> list[Build]:
-    """Rows dealt out, and attention by rings."""
+def _ring_build(group: int, rows: int) -> Build:
     from triton.experimental.gluon.language import NVMMASharedLayout
 
     layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -271,12 +270,17 @@ def _ring_builds(group: int, rows: int) -> list[Build]:
     numbers = dict.fromkeys(("outputs_ptr", "sums_ptr", "cos_sin_ptr"), "*fp32") | {"slots_ptr": "*i64", "scale": "fp32", "eps": "fp32"}
     steps = ("qkv_token", "page_rows", "cos_sin_token")
     signature = {"desc": f"tensordesc<bf16[16, {HALF}],{layout!r}>"} | values | lists | numbers
-    signature |= dict.fromkeys((*steps, "table_row", "columns", "N", "num_rows", "programs"), "i32")
+    signature |= dict.fromkeys((*steps, "table_row", "columns", "N"), "i32")
     config = ring_config(rows)
     constants = {"NUM_KV": 8, "GROUP": group, "PAGE": 16, "D": 2 * HALF, "SLOTS": config.buffers, "ASKING": config.asking}
-    dealt = {"PAGE": 16, "NUM_KV": 8, "LEAST": LEAST_PAGES, "FIRST": FIRST_PAGES, "BLOCK_ROWS": rows, "BLOCK": AT_ONCE}
-    ring = Build(decode_ring, signature, constants | {"HAS_NORM": True, "PDL": True}, 4, 3, 16, steps, (90,), config.registers)
-    return [ring, Build(deal_pages, signature, dealt)]
+    return Build(decode_ring, signature, constants | {"HAS_NORM": True, "PDL": True}, 4, 3, 16, steps, (90,), config.registers)
+
+
+def _deal_build(rows: int) -> Build:
+    lists = dict.fromkeys(("pieces_ptr", "arrivals_ptr", "query_len_ptr", "seq_len_ptr", "table_ptr"), "*i32")
+    signature = lists | dict.fromkeys(("num_rows", "programs", "columns", "table_row"), "i32")
+    constants = {"PAGE": 16, "NUM_KV": 8, "LEAST": LEAST_PAGES, "FIRST": FIRST_PAGES, "BLOCK_ROWS": rows, "BLOCK": AT_ONCE}
+    return Build(deal_pages, signature, constants)
 
 
 def _gather_build(kind: str, token: int, kept: str = "") -> Build:
@@ -342,4 +346,4 @@ BUILDS = [
 if RINGS:
     from modelrunner.kernels.attention.ring import decode_ring
 
-    BUILDS += [build for group, rows in ((2, 32), (2, 128), (4, 32), (4, 128)) for build in _ring_builds(group, rows)]
+    BUILDS += [_ring_build(group, rows) for group in (2, 4) for rows in (32, 64)] + [_deal_build(rows) for rows in (32, 64)]

@@ -5,19 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
 
 from modelrunner.kernels.attention.deal import FIRST_PAGES, DealtRows, deal_rows
 from modelrunner.kernels.attention.device import launch_options, processors
 from modelrunner.kernels.attention.index import rows_per_page
+from modelrunner.kernels.gluon import require_tried
 from modelrunner.kernels.pdl import hopper
 
 Rotary = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor, float]  # q_norm, k_norm, cos_sin, eps
 
 KEYS, HALF, MOST_GROUP = 64, 64, 8
 FEWEST_ROWS, FEW_ROWS, MOST_ROWS = 16, 40, 64
-TRIED = (3, 6), (3, 9)  # first and last version of Triton whose Gluon `decode_ring` was compiled by: it is experimental
 try:
+    require_tried()
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -25,7 +25,7 @@ try:
 except (ImportError, AttributeError):
     RINGS = False
 else:
-    RINGS = TRIED[0] <= tuple(int(part) for part in triton.__version__.split(".")[:2]) <= TRIED[1]
+    RINGS = True
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ def builds(kind: str, rows: int, outputs: int, inner: int, dtype: str = "bf16", 
     if isinstance(tiles, Ring):
         return [_ring_build(tiles, kind, inner, dtype)]
     if isinstance(tiles, Wide):
-        return [wide_build(tiles, kind, inner, dtype)]
+        return [_wide_build(tiles, kind, inner, dtype)]
     if isinstance(tiles, Stream):
         return _stream_builds(tiles, kind, inner, dtype, sum_shape(rows, outputs))
     given = {"x_ptr": dtype, "w_ptr": "i8" if kind == "int8" else dtype, "out_ptr": dtype}
@@ -114,7 +114,7 @@ def _ring_build(tiles: Ring, kind: str, inner: int, dtype: str) -> Build:
     return _gluon_build(ring_kernel, tiles, kind, inner, dtype, blocks, constants, tiles.warps)
 
 
-def wide_build(tiles: Wide, kind: str, inner: int, dtype: str = "bf16") -> Build:
+def _wide_build(tiles: Wide, kind: str, inner: int, dtype: str = "bf16") -> Build:
     """As `_ring_build`."""
     blocks = _ring_blocks(dtype, [tiles.bt, tiles.bk], [4, 2, 8, tiles.bk] if kind == "gated" else [64, tiles.bk])
     constants = {"GROUPS": tiles.groups, "TILES": tiles.tiles, "SLOTS": tiles.slots, "OTHERS": tiles.later}

@@ -8,6 +8,7 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from modelrunner.kernels.gluon import require_tried
 from modelrunner.kernels.linear.gemv import gemv_kernel
 from modelrunner.kernels.linear.plan import AnyTiles, Gemv, Ring, Several, Stream, Tiles, Wide
 from modelrunner.kernels.linear.several import WARP, several_kernel
@@ -16,8 +17,8 @@ from modelrunner.kernels.linear.tiles import sum_kernel, tile_kernel
 from modelrunner.kernels.norm.rows import rms_norm
 from modelrunner.kernels.pdl import hopper, pdl
 
-TRIED = (3, 6), (3, 9)  # first and last version of Triton whose Gluon `ring_kernel` was compiled by: it is experimental
 try:
+    require_tried()
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as RingDescriptor
 
@@ -26,12 +27,10 @@ try:
 except (ImportError, AttributeError):
     RINGS = False
 else:
-    RINGS = TRIED[0] <= tuple(int(part) for part in triton.__version__.split(".")[:2]) <= TRIED[1]
+    RINGS = True
 
 SUM_BLOCK, SUM_WARPS = 128, 1  # columns and warps of a program of `sum_kernel`,
-SUM_MANY = (
-    2**18
-)  # and four times as many each where there are more sums: more programs would not all find a place beside the next product's
+SUM_MANY = 2**18  # sums; with more of them, four times as many each: more programs would not all find a place beside the next product's
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,9 @@
 """An engine on a GPU that is not there: its tensors have shapes and no contents, and its kernels' launches are noted instead of made.
 
 For a process of its own without TRITON_INTERPRET, as kernels are decorated for the compiler or for the interpreter once a process.
-`python -P launch_world.py FOLDER [LAYERS]` starts an engine of two layers of Qwen3-0.6B's shapes, whose configuration it writes into the
-folder, runs steps of many kinds, and prints what was built, and what they launched that was not, as a JSON object.
+`python -P launch_world.py FOLDER [MODEL]` starts an engine of two layers of a model's shapes (Qwen3-0.6B's), whose configuration it
+writes into the folder, runs steps of many kinds, and prints as a JSON object what was built, what start-up took for the same and Triton
+does not, and what steps launched that was not built.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from modelrunner.settings import RunnerSettings
 from modelrunner.testing.null_device import NullDevice
 
 PROCESSORS, CAPABILITY = 132, (9, 0)  # of an H200
+LAYERS = 2
 ROWS = (1, 2, 3, 4, 7, 8, 12, 16, 24, 40, 70, 100, 200, 400, 700, 1024)
 LENGTHS = ((100,), (1000,), (2500,), (8000,), (10, 3000))  # tokens of prompts
 MOST_TOKENS = 60_000  # of all prompts
@@ -56,13 +58,20 @@ class Place:
 class Seen:
     """Kinds of launches by Triton's keys of builds, each with the kernel's name, and the step that was the first to have it.
 
-    ahead: shown to the device to be built. run: launched.
+    ahead: shown to the device to be built. kinds: of those, by what `kernels.ahead` takes for one build. run: launched. last: key of the
+    last launch.
     """
 
     ahead: dict[Any, str] = field(default_factory=dict)
+    kinds: dict[Any, set[Any]] = field(default_factory=dict)
     run: dict[Any, tuple[str, str]] = field(default_factory=dict)
     building: bool = False
     step: str = ""
+    last: Any = None
+
+    def mistaken(self) -> list[str]:
+        """The kernel of each kind of launch that is several builds."""
+        return [self.ahead[min(keys)] for keys in self.kinds.values() if len(keys) > 1]
 
     def late(self) -> list[tuple[str, str]]:
         """The kernel and the step of each that was not built ahead."""
@@ -70,7 +79,7 @@ class Seen:
 
     def note(self, *, key: str, fn: Any, **_: Any) -> bool:
         """Triton's hook before it compiles. It then does not."""
-        place = fn.name, key
+        place = self.last = fn.name, key
         if self.building:
             self.ahead.setdefault(place, fn.name)
         else:
@@ -124,17 +133,24 @@ class AbsentPlugin:
 
 def pretend() -> None:
     """Note launches from now on, and answer for the GPU what kernels' launchers ask of it."""
-    from modelrunner.kernels import pdl
+    from modelrunner.kernels import ahead, pdl
     from modelrunner.kernels.attention import device
 
     plain, kinds = JITFunction.run, [set[Any](), set[Any]()]
 
     def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        told = None
+        if SEEN.building:  # tensors without contents do not say where they lie
+            values = (*args, *options.values())
+            places = tuple(Place(value).data_ptr() % 16 for value in values if isinstance(value, torch.Tensor))
+            told = ahead._kind_of_launch(kernel, args, options), places
         args, options = tuple(map(_placed, args)), {name: name == "GPU" or _placed(value) for name, value in options.items()}
         kind = kernel, tuple(map(_kind, args)), tuple((name, _kind(value)) for name, value in options.items())
         if kind not in (seen := kinds[SEEN.building]):
             seen.add(kind)
             plain(kernel, *args, grid=grid, warmup=True, **options)
+            if told is not None:
+                SEEN.kinds.setdefault(told, set()).add(SEEN.last)
 
     JITFunction.run = run
     triton.knobs.runtime.jit_cache_hook = SEEN.note
@@ -190,9 +206,9 @@ def _kind(value: Any) -> Any:
     return value
 
 
-def started(folder: Path, layers: int) -> Engine:
+def started(folder: Path, model: str) -> Engine:
     """An engine with room for many rows and long prompts."""
-    (folder / "config.json").write_text(json.dumps({**MODELS["qwen3-0.6b"], "num_hidden_layers": layers}))
+    (folder / "config.json").write_text(json.dumps({**MODELS[model], "num_hidden_layers": LAYERS}))
     settings: dict[str, Any] = {"model.name": str(folder), "model.load_format": "dummy", "model.skip_tokenizer_init": True}
     settings |= {"model.max_model_len": 8208, "model.dtype": "bfloat16", "cache.num_pages": 60_000, "device.name": "absent"}
     settings |= {"scheduler.max_rows": 1024, "scheduler.max_batched_tokens": 16384}
@@ -211,15 +227,16 @@ def run_steps(engine: Engine, rows: int, lengths: Sequence[int]) -> None:
     engine.scheduler.reset_prefix_cache()
 
 
-def main(folder: str, layers: str = "2") -> None:
+def main(folder: str, model: str = "qwen3-0.6b") -> None:
     pretend()
-    engine = started(Path(folder), int(layers))
+    engine = started(Path(folder), model)
     at_start = SEEN.late()
     for rows in ROWS:
         for lengths in LENGTHS:
             run_steps(engine, rows, [min(length, MOST_TOKENS // rows) for length in lengths])
     late = [f"{kernel}: {step}" for kernel, step in SEEN.late()[len(at_start) :]]
-    print(json.dumps({"built": dict(Counter(SEEN.ahead.values())), "at_start": at_start, "late": late, "run": len(SEEN.run)}))
+    built = dict(Counter(SEEN.ahead.values()))
+    print(json.dumps({"built": built, "mistaken": SEEN.mistaken(), "at_start": at_start, "late": late, "run": len(SEEN.run)}))
 
 
 if __name__ == "__main__":

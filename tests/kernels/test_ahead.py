@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 import triton.language as tl
 from triton.runtime import build
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from modelrunner.kernels import ahead
 from modelrunner.kernels.ahead import built_ahead
@@ -49,6 +51,20 @@ def test_each_kind_of_launch_is_built_once(launches: list[tuple[bool, Any]]) -> 
     assert len(launches) == 8
     kernel[(1,)](x, 7, 2.0, BLOCK=8)
     assert launches[-1] == (False, (7, 2.0, 8))
+
+
+def test_blocks_of_another_shape_are_another_kind(launches: list[tuple[bool, Any]]) -> None:
+    """Gluon's kernels take the sizes of their tiles from them: gate and up of 16 rows and of 32 differ in nothing else."""
+    kernel, x = JITFunction(add), torch.zeros(32, 64)
+    blocks = [TensorDescriptor(x, [32, 64], [64, 1], [rows, 64]) for rows in (32, 16, 16)]
+    with built_ahead(torch.device("cpu")):
+        for each in (*blocks, replace(blocks[0], base=x.half())):
+            kernel[(1,)](x, 16, each, BLOCK=8)
+    assert [(each.base.dtype, each.block_shape) for _, (_, each, _) in launches] == [
+        (torch.float32, [32, 64]),
+        (torch.float32, [16, 64]),
+        (torch.float16, [32, 64]),
+    ]
 
 
 def test_another_threads_launch_is_run(launches: list[tuple[bool, Any]]) -> None:
@@ -115,3 +131,31 @@ def test_what_has_most_code_is_built_first(monkeypatch: pytest.MonkeyPatch) -> N
         gate.set()
     assert built == ["long", "add", "add"]
     assert isinstance(failed.exception(), ValueError)
+
+
+def test_threads_without_the_gpu_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else whoever waits for what they build would wait for ever."""
+
+    def broken(_: torch.device) -> None:
+        raise RuntimeError("no such device")
+
+    monkeypatch.setattr(torch.cuda, "set_device", broken)
+    with ahead._Builders(torch.device("cuda", 7)) as builders:
+        failed = builders.submit(lambda: "kernel")
+        assert isinstance(failed.exception(timeout=20), RuntimeError)
+
+
+def even(n: tl.constexpr):  # type: ignore[no-untyped-def]
+    odd(n - 1)
+
+
+def odd(n: tl.constexpr):  # type: ignore[no-untyped-def]
+    even(n - 1)
+
+
+def test_functions_may_call_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    functions = [JITFunction(even), JITFunction(odd)]
+    monkeypatch.setitem(globals(), "even", functions[0])
+    monkeypatch.setitem(globals(), "odd", functions[1])
+    src = SimpleNamespace(fn=functions[0])
+    assert ahead._code_of(lambda: src) == sum(len(each.src) for each in functions)

@@ -9,12 +9,13 @@ import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
-from modelrunner.kernels import build_helpers
-from modelrunner.kernels.build_helpers import Helpers, job_of
+from modelrunner.kernels import build_helpers, build_process
+from modelrunner.kernels.build_helpers import Helpers, Job, job_of
 
 BUILD_ONE = textwrap.dedent(
     """
@@ -64,6 +65,22 @@ def test_what_a_process_builds_is_found_in_the_cache(tmp_path: Path) -> None:
     assert ran.stdout.strip() == "[false, true, false, true]"
 
 
+def test_a_job_that_a_process_cannot_read_does_not_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a constant is of a module that is not found there, or needs more of torch than its names."""
+    pytest.importorskip("triton")
+    here = ModuleType("only_here")
+    here.Kind = type("Kind", (), {"__module__": "only_here"})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "only_here", here)
+    helpers = Helpers()
+    helpers.start(1)
+    try:
+        for _ in range(2):
+            helpers._let(Job(object, "no_such_module", "kernel", "", {}, here.Kind(), {}, None, {}))
+            assert helpers.free.qsize() == 1
+    finally:
+        helpers.close()
+
+
 def closed_over(**values: Any) -> Callable[[], Any]:
     src, target, options = (values.get(name) for name in ("src", "target", "options"))
     return lambda: (src, target, options)
@@ -108,6 +125,16 @@ def test_what_goes_wrong_here_is_told() -> None:
 
     with pytest.raises(ValueError, match="no such type"):
         Helpers().build(broken)
+
+
+def test_processes_that_do_not_start_are_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was built is not lost, and no pipes are left, however often it is tried."""
+    monkeypatch.setattr(build_helpers, "SLOW", -1.0)
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    helpers, before = Helpers(), os.listdir("/proc/self/fd")
+    assert [helpers.build(lambda: "kernel") for _ in range(2)] == ["kernel"] * 2
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+    helpers.close()
 
 
 FIND = textwrap.dedent(
@@ -155,6 +182,14 @@ def test_a_process_without_torch_finds_the_same_kernels() -> None:
     assert len(here) > 30
 
 
+def test_a_triton_that_makes_keys_otherwise_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is mended is of its inner parts, which another version may not have."""
+    jit = pytest.importorskip("triton.runtime.jit")
+    monkeypatch.delattr(jit.DependenciesFinder, "_update_hash")
+    build_process.same_keys()
+    assert not hasattr(jit.DependenciesFinder, "_update_hash")
+
+
 def test_the_record_of_a_start_is_that_of_these_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that finds none has the processes started at once."""
     started = list[int]()
@@ -169,3 +204,27 @@ def test_the_record_of_a_start_is_that_of_these_kernels(tmp_path: Path, monkeypa
     monkeypatch.setattr(build_helpers, "version", lambda name: "another")
     build_helpers.begin()
     assert started == [1, 1]
+
+
+def test_without_triton_nothing_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on systems that have a GPU and no Triton, where there might be no such processes either."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.setattr(build_helpers.HELPERS, "start", lambda: pytest.fail("started"))
+    build_helpers.begin()
+
+
+def test_a_user_without_a_home_has_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton needs none, least of all where its folder is given."""
+
+    def homeless(_: int) -> None:
+        raise KeyError("no such user")
+
+    for name in ("HOME", "TRITON_HOME", "TRITON_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", homeless)
+    assert build_helpers.cache_folder() == Path("~/.triton/cache")
+    monkeypatch.setenv("TRITON_HOME", "/t")
+    assert build_helpers.cache_folder() == Path("/t/.triton/cache")
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/c")
+    assert build_helpers.cache_folder() == Path("/c")
