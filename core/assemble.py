@@ -15,7 +15,7 @@ from modelrunner.attention import AttentionBackend, NoAttention
 from modelrunner.automaton_arena import AutomatonArena
 from modelrunner.cache_scales import CacheScales
 from modelrunner.cache_setup import CacheMaker, check_budget
-from modelrunner.caches import stored_type
+from modelrunner.caches import Arena, stored_type
 from modelrunner.checkpoint import CheckpointReader, ModelCard
 from modelrunner.choosing import Chooser, blaming, build_context, expect, open_checkpoint, require_deterministic
 from modelrunner.device import Device
@@ -71,7 +71,7 @@ class Assembly:
     guides: Guides
     table: RequestTable
     layouts: tuple[GroupLayout, ...]
-    arena: torch.Tensor
+    arena: Arena
     scales: CacheScales
     runner: Runner
     observers: list[tuple[str, Observer]]

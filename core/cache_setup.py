@@ -14,7 +14,7 @@ import torch
 
 from modelrunner.attention import AttentionBackend
 from modelrunner.cache_scales import CacheScales
-from modelrunner.caches import allocate_caches
+from modelrunner.caches import Arena, allocate_caches
 from modelrunner.device import Device
 from modelrunner.errors import CapacityError
 from modelrunner.memory_profile import MemoryUse, gib, misfit, no_room, weight_bytes
@@ -31,10 +31,10 @@ LAYER_BYTES = 1 << 19  # of a layer's launches in a captured graph, beside what 
 
 @dataclass(frozen=True)
 class Cache:
-    """arena: [num_pages + 1, page_bytes] uint8. views: of it, by group. backends: what attends over each."""
+    """arena: of num_pages + 1 pages. views: of it, by group. backends: what attends over each."""
 
     num_pages: int
-    arena: torch.Tensor
+    arena: Arena
     views: Mapping[str, torch.Tensor]
     backends: Mapping[str, AttentionBackend]
 
@@ -77,7 +77,7 @@ class CacheMaker:
             arena, views = allocate_caches(
                 self.layouts, num_pages + 1, self.page_bytes, self.cache_dtype, self.device.torch_device, self.dtype
             )
-        except (RuntimeError, MemoryError) as error:
+        except (RuntimeError, OSError, MemoryError) as error:
             raise CapacityError(
                 f"the cache of {num_pages} pages of {self.page_bytes} bytes does not fit on device {self.device.name!r}; lower "
                 f"cache.num_pages or cache.memory_bytes ({error})"
@@ -128,7 +128,7 @@ class CacheMaker:
             step = device.peak(lambda: runner.run_large(tokens)) + (device.peak(encode) if encode is not None else 0)
             captured = runner.graphs.most_tokens
             graphs = device.peak(lambda: runner.run_large(captured)) if captured else 0
-        except (RuntimeError, MemoryError) as error:
+        except (RuntimeError, OSError, MemoryError) as error:
             if not isinstance(error, torch.OutOfMemoryError | MemoryError):
                 raise
             advice = (

@@ -21,7 +21,6 @@ from typing import Any
 
 from modelrunner.assemble import Assembly, assemble
 from modelrunner.batch import Drain, Plan, Ticket
-from modelrunner.caches import free_arena, restore_arena
 from modelrunner.checkpoint import ModelCard
 from modelrunner.choices import Choices, choices_of
 from modelrunner.draft_policy import NO_DRAFTS
@@ -357,7 +356,7 @@ class Engine:
         self._sleeping = True
         device = self.assembly.device
         device.synchronize()
-        free_arena(self.assembly.arena)
+        self.assembly.arena.free()
         device.trim()
 
     def wake_up(self) -> None:
@@ -365,7 +364,7 @@ class Engine:
         self._check_alive()
         if not self._sleeping:
             return
-        restore_arena(self.assembly.arena)
+        self.assembly.arena.restore()
         self.runner.graphs.forget()
         self.assembly.device.synchronize()
         self._sleeping = False

@@ -6,14 +6,13 @@ weights exist twice for one layer at a time. A layer that is tied to an embeddin
 
 from __future__ import annotations
 
-import mmap
 from abc import abstractmethod
 from dataclasses import dataclass, field
-from math import prod
 from typing import Any, Generic, TypeVar, cast
 
 import torch
 
+from modelrunner.host_memory import mapped_zeros
 from modelrunner.kernels.linear import fbgemm, onednn
 from modelrunner.linear import Linear, LinearScheme, Norm, PlainScheme, quantised_rows
 from modelrunner.ops import Ops
@@ -24,12 +23,6 @@ LARGE = 1 << 20
 WIDE = 2048
 
 Staged = TypeVar("Staged")
-
-
-def mapped_zeros(dtype: torch.dtype, *shape: int) -> torch.Tensor:
-    """Zeros in memory that goes back to the system with the tensor. On the heap, packed weights would settle in what staged ones left, and
-    the next layer's would find no room there."""
-    return torch.frombuffer(mmap.mmap(-1, prod(shape) * dtype.itemsize), dtype=dtype).view(shape)
 
 
 @dataclass

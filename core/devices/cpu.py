@@ -10,7 +10,7 @@ import torch
 from modelrunner.device import Device, Event, PinnedBuffer
 
 CACHE_SHARE = 0.25  # of the free memory: a host has other work to do
-CACHE_MOST = 2 << 30  # bytes that the cache takes unasked: allocating them writes them
+CACHE_MOST = 2 << 30  # bytes that the cache grows to unasked
 
 
 class Done:

@@ -86,10 +86,10 @@ def test_a_tight_cache_is_exact_and_works() -> None:
     page = start().assembly.resolved.page_bytes
     engine = start(step=spare - 41 * page - page // 2)
     assert engine.assembly.resolved.num_pages == 40, "one more is the null page"
-    assert engine.assembly.arena.shape == (41, page)
+    assert engine.assembly.arena.tensor.shape == (41, page)
     caches, backends = engine.runner.parts.caches, engine.runner.parts.backends
     assert all(backends[name].cache is cache for name, cache in caches.items())
-    assert all(cache.untyped_storage().data_ptr() == engine.assembly.arena.data_ptr() for cache in caches.values())
+    assert all(cache.untyped_storage().data_ptr() == engine.assembly.arena.tensor.data_ptr() for cache in caches.values())
     driver = Driver(engine)
     probe = EngineProbe(driver)
     for k in range(5):

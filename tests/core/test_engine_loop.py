@@ -377,7 +377,7 @@ def test_an_error_that_is_not_ours_is_shown_here_and_told_there(
     def full(arena: Any) -> None:
         raise MemoryError("planted")
 
-    monkeypatch.setattr("modelrunner.engine.restore_arena", full)
+    monkeypatch.setattr("modelrunner.caches.Arena.restore", full)
     world.command(WakeUp(6))
     world.turn()
     assert world.done() == {5: "", 6: "MemoryError"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+import sys
 from collections import Counter
 from typing import Any
 
@@ -12,7 +14,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from modelrunner.caches import allocate_caches, free_arena, restore_arena
+from modelrunner.caches import Arena, allocate_caches
 from modelrunner.errors import CapacityError
 from modelrunner.model_state import FullAttention, SlidingWindow
 from modelrunner.page_pool import GroupLayout, PagePool, page_layout
@@ -201,16 +203,36 @@ def test_most_pages_of_a_window(tokens: int, chunk: int, most: int) -> None:
     assert held.max() <= most
 
 
-def test_an_arena_is_a_whole_number_of_the_allocators_blocks() -> None:
-    """Then nothing else lies in its last one, and all of it goes back, also after it came again."""
+def resident() -> int:
+    """Bytes of this process that are in memory."""
+    with open("/proc/self/statm", encoding="ascii") as numbers:
+        return int(numbers.read().split()[1]) * mmap.PAGESIZE
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_an_arena_on_the_host_takes_memory_as_it_is_written_and_gives_it_up() -> None:
     page_bytes, layouts = page_layout([FullAttention("full", layers=(0, 1), **SHAPE)], 16, 2)
-    arena, views = allocate_caches(layouts, 3, page_bytes, torch.bfloat16, torch.device("cpu"))
-    storage = arena.untyped_storage()
-    assert (arena.shape, storage.nbytes() % 2**21, storage.nbytes() >= arena.numel()) == ((3, page_bytes), 0, True)
-    whole = storage.nbytes()
+    before, most = resident(), 1 << 28
+    arena, views = allocate_caches(layouts, most // page_bytes, page_bytes, torch.bfloat16, torch.device("cpu"))
+    assert arena.tensor.shape == (most // page_bytes, page_bytes)
+    assert resident() - before < most // 4
     views["full"].fill_(1)
-    free_arena(arena)
-    assert storage.nbytes() == 0
-    restore_arena(arena)
-    assert storage.nbytes() == whole
+    assert resident() - before > most // 2
+    arena.free()
+    assert resident() - before < most // 4
+    arena.restore()
     assert not views["full"].any()
+    views["full"].fill_(1)
+    assert arena.tensor.any()
+
+
+def test_an_arena_on_a_device_is_a_whole_number_of_its_allocators_blocks() -> None:
+    """Then nothing else lies in its last one, and all of it goes back, also after it came again."""
+    arena = Arena(3, 1000, torch.device("meta"))
+    storage = arena.tensor.untyped_storage()
+    whole = storage.nbytes()
+    assert (arena.tensor.shape, whole % 2**21, whole >= 3000) == ((3, 1000), 0, True)
+    arena.free()
+    assert storage.nbytes() == 0
+    arena.restore()
+    assert storage.nbytes() == whole

@@ -83,7 +83,7 @@ def test_running_requests_get_the_new_weights() -> None:
 
 def test_sleeping_gives_the_memory_back() -> None:
     driver = Driver(dense(1).engine(device="cuda", depth=2, pages=65536))
-    arena = driver.engine.assembly.arena
+    arena = driver.engine.assembly.arena.tensor
     driver.add("a", P(20, 1), GREEDY)
     for _ in range(6):
         driver.step()

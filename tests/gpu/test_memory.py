@@ -37,7 +37,7 @@ def test_full_steps_stay_within_what_may_be_filled() -> None:
     engine = start(700 * MIB)
     total = torch.cuda.mem_get_info()[1]
     allowed = total * engine.settings.cache.memory_fraction
-    arena = engine.assembly.arena.numel()
+    arena = engine.assembly.arena.tensor.numel()
     driver = Driver(engine)
     for k in range(2200):
         driver.add(str(k), P(60, k % 9), GREEDY)
