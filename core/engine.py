@@ -23,6 +23,7 @@ from modelrunner.assemble import Assembly, assemble
 from modelrunner.batch import Drain, Plan, Ticket
 from modelrunner.checkpoint import ModelCard
 from modelrunner.choices import Choices, choices_of
+from modelrunner.dead_ends import say_why
 from modelrunner.draft_policy import NO_DRAFTS
 from modelrunner.errors import CapacityWarning, EngineError, RequestError, warn_caller
 from modelrunner.guides import End
@@ -274,6 +275,7 @@ class Engine:
                 keep_logprobs(outcome, self.scheduler.rows, self.scheduler.request_at)
             committed = self.scheduler.commit(outcome)
             self.guides.take(committed, self.scheduler)
+            say_why(committed.finished)
             outputs += self._process(committed)
             self.watch.committed(ticket.plan, waiting, arrived, committed)
         self._end_waiting(self.guides.fill(self.scheduler, self.settings.grammar.fill_seconds if self.tickets else None))
