@@ -35,10 +35,11 @@ def no_token(request: Request) -> str:
     """Why a request found no token for the place behind its output."""
     length = len(request.output_token_ids)
     if options := editing(request.params, length):
+        all_of_them = "Together they leave" if options[1:] else "It leaves"
         makers = "the model or a logits processor" if "logits_processors" in options else "the model"
         return (
-            f"{' and '.join(options)}: no token is possible after {length} output tokens. {'Together they leave' if options[1:] else 'It leaves'} "
-            f"none (all logits are -inf), or {makers} gave NaN or +inf"
+            f"{' and '.join(options)}: no token is possible after {length} output tokens. "
+            f"{all_of_them} none (all logits are -inf), or {makers} gave NaN or +inf"
         )
     return f"no token is possible after {length} output tokens: the model gave NaN or +inf among the logits, or -inf alone"
 

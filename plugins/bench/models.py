@@ -1,4 +1,4 @@
-"""Configurations of models that are measured with made-up weights, by name. Torch-free."""
+"""Configurations of models that are measured with made-up weights, by name. Torch-free until weights are written."""
 
 from __future__ import annotations
 
@@ -49,6 +49,7 @@ MODELS: dict[str, Mapping[str, Any]] = {
         "torch_dtype": "float32",
     },
 }
+STORED = ("tiny",)  # models whose made-up weights are written into a file, which other engines read as well
 
 
 @lru_cache(maxsize=1)
@@ -59,8 +60,26 @@ def _folder() -> Path:
 
 
 def model_folder(name: str) -> Path:
-    """A folder with the config.json of a named model, of this process. Load it with `load_format=dummy`."""
+    """A folder with the config.json of a named model, of this process. Load it with `load_format=dummy`, or see `write_weights`."""
     folder = _folder() / name
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(MODELS[name], indent=1))
     return folder
+
+
+def write_weights(folder: Path) -> None:
+    """Put random weights beside the config.json of a Qwen3 with tied embeddings, once: `model.safetensors`, a few hundred KB for `tiny`."""
+    if (folder / "model.safetensors").exists():
+        return
+    import torch
+    from safetensors.torch import save_file
+
+    from modelrunner.testing.tiny import dense_weights
+
+    config = json.loads((folder / "config.json").read_text())
+    weights = dense_weights(config, seed=0)
+    del weights["lm_head.weight"]
+    for layer in range(config["num_hidden_layers"]):
+        for name in ("q_norm", "k_norm"):
+            weights[f"model.layers.{layer}.self_attn.{name}.weight"] = torch.ones(config["head_dim"])
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})

@@ -8,10 +8,12 @@ import gc
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from modelrunner.errors import SettingsError
 from modelrunner.plugins.bench.asked import Asked, Sampling, as_record
-from modelrunner.plugins.bench.models import MODELS, model_folder
+from modelrunner.plugins.bench.models import MODELS, STORED, model_folder, write_weights
 from modelrunner.plugins.bench.workloads import WORKLOADS, Workload
 
 if TYPE_CHECKING:
@@ -30,11 +32,25 @@ ROOM = {"model.max_model_len": 4096, "scheduler.max_rows": 1024, "scheduler.max_
 DRY_SCALE = 0.03
 
 
-def model_settings(model: str | None) -> dict[str, Any]:
-    """Settings that choose the model: one of `MODELS` with made-up weights, or whatever else has that name."""
-    if model in MODELS:
-        return {"model.name": str(model_folder(model)), "model.load_format": "dummy"}
-    return {"model.name": model} if model else {}
+def model_settings(model: str | None, given: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+    """Settings that choose the model: one of `MODELS` with made-up weights, or whatever else has that name. given: the command line's.
+
+    Raises SettingsError if these say how to read weights that lie nowhere.
+    """
+    if model not in MODELS:
+        return {"model.name": model} if model else {}
+    folder = model_folder(model)
+    if model in STORED:
+        write_weights(folder)
+        return {"model.name": str(folder)}
+    for name in {"load_format", "model.load_format"} & set(given):
+        if given[name] != "dummy":
+            raise SettingsError(
+                f"{name} is {given[name]!r}, but {model} is a configuration whose weights are made up as it is loaded; accepted with it: "
+                "dummy, which is what it gets when load_format is left out"
+            )
+        return {"model.name": str(folder)}
+    return {"model.name": str(folder), "model.load_format": "dummy"}
 
 
 def roomy(given: Mapping[str, Any], manager: PluginManager, workloads: Sequence[Workload], scale: float) -> dict[str, Any]:
@@ -51,7 +67,7 @@ def roomy(given: Mapping[str, Any], manager: PluginManager, workloads: Sequence[
 
 def records(asked: Sequence[Asked], args: argparse.Namespace, manager: PluginManager) -> Iterator[Record]:
     """One record for each scenario, as soon as it is measured; one with `error` for a scenario that failed."""
-    settings = {**args.settings, **model_settings(args.model)}
+    settings = {**model_settings(args.model, args.settings), **args.settings}
     names = [one.name for one in asked]
     if STARTUP in names:
         from modelrunner.plugins.bench.startup import measure_startup

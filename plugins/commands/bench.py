@@ -188,7 +188,7 @@ def measure_all(args: argparse.Namespace, manager: PluginManager, meter: MemoryM
     from modelrunner.plugins.bench.measure import measure
 
     scenarios = [SCENARIOS[name] for name in dict.fromkeys(one.name for one in args.scenarios) if name in SCENARIOS]
-    given = sized(model_settings(args.model) | dict(args.settings), manager, scenarios)
+    given = sized(model_settings(args.model, args.settings) | dict(args.settings), manager, scenarios)
     all_forms = forms(given, origins(args.settings, manager)) if args.compare == BASE else {OurEngine.name: given}
     with ExitStack() as stack:
         engines: list[BenchEngine] = []

@@ -77,4 +77,3 @@ def test_nan_of_the_model_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         "error",
         "no token is possible after 0 output tokens: the model gave NaN or +inf among the logits, or -inf alone",
     )
-

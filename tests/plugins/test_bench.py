@@ -265,6 +265,22 @@ def test_command_line_compares_in_one_run(model: str, tmp_path: Path, capsys: py
     assert json.loads(timeline.read_text())["traceEvents"]
 
 
+@pytest.mark.parametrize("more", [[], ["--load-format", "safetensors"], ["--model.load_format", "safetensors"]])
+def test_a_trial_compares_too(more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """The tiny model has weights in a file, which both engines read."""
+    assert cli.main(["bench", "cpu1", "--dry", "--compare", "transformers", "--json", "--threads", "1", *more]) == 0
+    _, other = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert (other["engine"], other["equal_tokens"]) == ("transformers", 64)
+
+
+@pytest.mark.parametrize("name", ["load-format", "model.load_format"])
+def test_made_up_weights_are_read_in_one_way(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """It used to be `given twice: by argument model.load_format and by argument load_format`."""
+    for scenario in ("cpu1", "bs1"):
+        assert cli.main(["bench", scenario, "--model", "qwen3-0.6b", f"--{name}", "safetensors"]) == 2
+        assert f"{name.replace('-', '_')} is 'safetensors', but qwen3-0.6b is a configuration whose weights" in capsys.readouterr().err
+
+
 def test_command_line_takes_settings_and_several_scenarios(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     settings = ["--dtype", "bfloat16", "--linear.scheme", "int8", "--max-num-seqs", "4"]
     assert cli.main(["bench", "cpu32", "cpu1", "--model", model, "--repeat", "1", "--statistic", "best", *settings]) == 0
