@@ -309,7 +309,14 @@ def explain_validation(error: ValidationError, layers: Iterable[Layer]) -> Setti
     lines = []
     for problem in error.errors(include_url=False):
         path = tuple(str(part) for part in problem["loc"])
-        source = next((given[path[:n]] for n in range(len(path), 0, -1) if path[:n] in given), "a default")
         message = problem["msg"].removeprefix("Value error, ")
-        lines.append(f"{'.'.join(path) or 'settings'} = {problem['input']!r} (given by {source}): {message}")
+        lines.append(f"{'.'.join(path) or 'settings'} = {problem['input']!r} (given by {_source(path, given)}): {message}")
     return SettingsError("\n".join(lines))
+
+
+def _source(path: SettingPath, given: Mapping[SettingPath, str]) -> str:
+    """Who gave the setting `path`, or, for a section, which of its fields."""
+    if found := next((given[path[:n]] for n in range(len(path), 0, -1) if path[:n] in given), ""):
+        return found
+    inside = [origin for inner, origin in given.items() if inner[: len(path)] == path]
+    return " and ".join(inside) or "a default"

@@ -10,6 +10,7 @@ from pydantic import BaseModel
 from settings_world import Acme, Inner, load, refused
 
 from modelrunner.errors import SettingsError
+from modelrunner.plugins.ngram import NgramSettings
 from modelrunner.settings import (
     CacheSettings,
     Section,
@@ -247,3 +248,17 @@ def test_two_owners_of_a_section_are_named() -> None:
         SettingsError, match=r"plugin d declares the settings section 'odd' as <class 'int'>; .*modelrunner\.settings\.Section"
     ):
         merge_sections([("d", {"odd": int})])  # type: ignore[dict-item]
+
+
+def test_errors_of_a_whole_section_name_where_its_fields_came_from(toml: Any) -> None:
+    sections = {"ngram": NgramSettings}
+    arguments, environ = {"plugin.ngram.min_size": 5}, {"MODELRUNNER_PLUGIN__NGRAM__MIN_SIZE": "5"}
+    file = toml("[plugin.ngram]\nmax_size = 2\n")
+    told = refused(arguments | {"plugin.ngram.max_size": 2}, sections=sections)
+    assert "(given by argument plugin.ngram.min_size and argument plugin.ngram.max_size): min_size is 5 and max_size 2" in told
+    told = refused(environ=environ, config_file=file, sections=sections)
+    assert f"(given by environment variable MODELRUNNER_PLUGIN__NGRAM__MIN_SIZE and file {file}, plugin.ngram.max_size)" in told
+    told = refused(arguments, environ=environ, sections=sections)
+    assert "(given by argument plugin.ngram.min_size): min_size is 5 and max_size 4" in told, (
+        "what was overruled and defaults are not named"
+    )
