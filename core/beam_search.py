@@ -17,10 +17,11 @@ from tqdm import tqdm  # type: ignore[import-untyped,unused-ignore]
 
 from modelrunner.errors import RequestError
 from modelrunner.request import RequestOutput
-from modelrunner.sampling_params import SamplingParams, as_float, as_int, shown
+from modelrunner.sampling_params import ACCEPTED, SamplingParams, as_float, as_int, shown
 
 MAX_WIDTH = 1024
 WHOLE_VOCABULARY = -1
+AS_IT_IS = (0.0, 1.0)  # temperatures that leave the model's log-probs alone
 Candidate = tuple[float, "Beam", int]  # log-prob of the whole, the beam that it continues, and the token
 
 
@@ -28,22 +29,24 @@ Candidate = tuple[float, "Beam", int]  # log-prob of the whole, the beam that it
 class BeamSearchParams:
     """How to search. Raises RequestError naming the parameter, what was given and what is accepted.
 
-    beam_width: beams kept, and sequences returned. max_tokens: most output tokens. ignore_eos: go on past end-of-sequence ids.
+    beam_width: beams kept, and sequences returned; it needs the log-probs of twice as many tokens, or more where several ids end an output
+    (`check_logprobs`). max_tokens: most output tokens; None for as many as the context holds. ignore_eos: go on past end-of-sequence ids.
     temperature: divides the logits before their log-probs are taken; 0 for none of that, as 1 (others need the whole vocabulary's log-probs
     of every beam, `sampler.max_logprobs=-1`, and time). length_penalty: a sequence of n output tokens scores its log-prob /
     n**length_penalty: above 0 it helps long ones.
     """
 
     beam_width: int
-    max_tokens: int
+    max_tokens: int | None = 16
     ignore_eos: bool = False
     temperature: float = 0.0
     length_penalty: float = 1.0
 
     def __post_init__(self) -> None:
         check("beam_width", self.beam_width, as_int, lambda value: 1 <= value <= MAX_WIDTH, f"an integer from 1 to {MAX_WIDTH}")
-        check("max_tokens", self.max_tokens, as_int, lambda value: value >= 1, "an integer >= 1")
-        check("ignore_eos", self.ignore_eos, lambda value: value, lambda value: value in (True, False), "True or False")
+        if self.max_tokens is not None:
+            check("max_tokens", self.max_tokens, as_int, lambda value: value >= 1, ACCEPTED["max_tokens"])
+        check("ignore_eos", self.ignore_eos, lambda value: value, lambda value: isinstance(value, bool), "True or False")
         check("temperature", self.temperature, as_float, lambda value: value >= 0, "a finite number >= 0 (0: the model's own log-probs)")
         check("length_penalty", self.length_penalty, as_float, lambda value: True, "a finite number")
 
@@ -56,6 +59,31 @@ def check(name: str, value: Any, read: Callable[[Any], Any], holds: Callable[[An
         good = False
     if not good:
         raise RequestError(f"{name}: got {shown(value)}; accepted: {accepted}")
+
+
+def check_logprobs(params: BeamSearchParams, eos: Iterable[int], limit: int) -> None:
+    """Raise RequestError for a search that needs more log-probs than the engine gives. eos: ids that end an output. limit: the setting
+    sampler.max_logprobs, in tokens; -1 for any number."""
+    if limit == WHOLE_VOCABULARY:
+        return
+    if params.temperature not in AS_IT_IS:
+        raise RequestError(
+            f"temperature: got {shown(params.temperature)}, which needs the log-probs of the whole vocabulary; accepted: 0 or 1, or any with "
+            f"the setting sampler.max_logprobs=-1 (it is {limit})"
+        )
+    ending = frozenset() if params.ignore_eos else frozenset(eos)
+    needed, each = num_candidates(params.beam_width, ending), num_candidates(1, ending)
+    if needed > limit:
+        raise RequestError(
+            f"beam_width: got {params.beam_width}, which needs the log-probs of {needed} tokens, {each} for each beam; accepted with the "
+            f"setting sampler.max_logprobs={limit}: {f'1 to {limit // each}' if limit >= each else 'none'}; with max_logprobs=-1 any width up "
+            f"to {MAX_WIDTH}"
+        )
+
+
+def num_candidates(beam_width: int, eos: frozenset[int]) -> int:
+    """Candidates of one length that count: enough for `beam_width` of them not to end."""
+    return max(2, 1 + len(eos)) * beam_width
 
 
 @dataclass(frozen=True)
@@ -128,8 +156,8 @@ class Search:
 
     @property
     def kept(self) -> int:
-        """Candidates that count: enough for `beam_width` of them not to end."""
-        return max(2, 1 + len(self.eos)) * self.params.beam_width
+        """See `num_candidates`."""
+        return num_candidates(self.params.beam_width, self.eos)
 
     def best_to_come(self) -> float:
         """No sequence that a live beam may still become scores more: its log-prob only falls."""
@@ -146,7 +174,7 @@ def next_tokens(output: RequestOutput, params: BeamSearchParams, count: int) -> 
     (entry,) = output.outputs[0].logprobs or ({},)
     ranked = sorted(entry.items(), key=lambda item: item[1].rank or 0)
     logprobs = np.array([held.logprob for _, held in ranked])
-    if params.temperature not in (0.0, 1.0):
+    if params.temperature not in AS_IT_IS:
         logprobs = logprobs / params.temperature
         logprobs -= logprobs.max() + np.log(np.exp(logprobs - logprobs.max()).sum())
     return dict(zip([token for token, _ in ranked[:count]], logprobs[:count].tolist(), strict=True))
@@ -167,13 +195,15 @@ def search(
     """Run the searches of all prompts together. generate: `LLM.generate` for prompts of token ids. use_tqdm: show a bar of the output's
     length, on a terminal."""
     ids = frozenset() if params.ignore_eos else frozenset(eos)
-    searches = [Search(prompt, params, ids, min(params.max_tokens, max_model_len - len(prompt))) for prompt in prompts]
+    rooms = [max_model_len - len(prompt) for prompt in prompts]
+    limits = rooms if params.max_tokens is None else [min(params.max_tokens, room) for room in rooms]
+    searches = [Search(prompt, params, ids, limit) for prompt, limit in zip(prompts, limits, strict=True)]
     count = max((each.kept for each in searches), default=0)
-    whole = params.temperature not in (0.0, 1.0)
+    whole = params.temperature not in AS_IT_IS
     step = SamplingParams(
         temperature=0, max_tokens=1, ignore_eos=True, logprobs=WHOLE_VOCABULARY if whole else count, detokenize=False
     )  # fmt: skip
-    with tqdm(total=params.max_tokens, desc="Beam search", unit="token", disable=not use_tqdm or not sys.stderr.isatty()) as bar:
+    with tqdm(total=max(limits, default=0), desc="Beam search", unit="token", disable=not use_tqdm or not sys.stderr.isatty()) as bar:
         while going := [each for each in searches if each.live]:
             outputs = iter(generate([{"prompt_token_ids": beam.tokens} for each in going for beam in each.live], step))
             for each in going:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from modelrunner.text import Tokenizer
 
 PROJECT = "modelrunner"
-API_VERSION = "1.8"
+API_VERSION = "1.9"
 
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)

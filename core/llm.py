@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, Self
 
-from modelrunner.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence, search
+from modelrunner.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence, check_logprobs, search
 from modelrunner.chat import Message, chat_tokenizer, conversations, opened
 from modelrunner.engine import Engine
 from modelrunner.errors import RequestError, kind_of
@@ -140,11 +140,12 @@ class LLM:
 
         prompts: as for `generate`; their cache salts are left out. Needs as many log-probs as twice the beam width
         (`sampler.max_logprobs`), or more where several ids end an output, and is slow without prefix caching.
-        Raises RequestError before anything runs when a prompt is invalid, naming its index.
+        Raises RequestError before anything runs when a prompt is invalid, naming its index, or when `params` need more log-probs than that.
         """
         if not isinstance(params, BeamSearchParams):
             raise RequestError(f"params: got {kind_of(params)}; accepted: BeamSearchParams")
         resolved, eos = self.engine.assembly.resolved, merged_eos(self.card, self.tokenizer)
+        check_logprobs(params, eos, self.engine.settings.sampler.max_logprobs)
         ids = []
         for i, prompt in enumerate(as_list(prompts)):
             with naming_prompt(i):

@@ -14,7 +14,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from modelrunner import LLM, BeamSearchParams
+from modelrunner import LLM, BeamSearchParams, SamplingParams
+from modelrunner.beam_search import check_logprobs
 from modelrunner.errors import RequestError
 from modelrunner.testing import P, dense, options
 
@@ -117,8 +118,14 @@ def test_text_and_limits() -> None:
         assert {len(sequence.tokens) for sequence in full.sequences} == {256}
         with pytest.raises(RequestError, match=r"prompts\[1\]: prompt: it is empty"):
             llm.beam_search([[1], []], BeamSearchParams(2, 3))
-        with pytest.raises(RequestError, match=r"logprobs: got .* at most 20"):
+        (usual,) = llm.beam_search([[1]], BeamSearchParams(10, ignore_eos=True))
+        assert {len(sequence.output_token_ids) for sequence in usual.sequences} == {SamplingParams().max_tokens}
+        (whole,) = llm.beam_search([P(250, 1)], BeamSearchParams(1, max_tokens=None, ignore_eos=True))
+        assert {len(sequence.tokens) for sequence in whole.sequences} == {256}
+        with pytest.raises(RequestError, match=r"^beam_width: got 11, .* of 22 tokens, .* sampler\.max_logprobs=20: 1 to 10; .*=-1 any"):
             llm.beam_search([[1]], BeamSearchParams(11, 3))
+        with pytest.raises(RequestError, match=r"^temperature: got 0\.5, .* accepted: 0 or 1, or any with .*max_logprobs=-1 \(it is 20\)"):
+            llm.beam_search([[1]], BeamSearchParams(2, 3, temperature=0.5))
         with pytest.raises(RequestError, match="params: got a dict"):
             llm.beam_search([[1]], {"beam_width": 2})  # type: ignore[arg-type]
 
@@ -129,6 +136,7 @@ def test_text_and_limits() -> None:
         ("beam_width", 0),
         ("beam_width", 2.0),
         ("max_tokens", 0),
+        ("ignore_eos", 1),
         ("temperature", -1),
         ("temperature", math.nan),
         ("length_penalty", "x"),
@@ -136,4 +144,14 @@ def test_text_and_limits() -> None:
 )
 def test_wrong_parameters_are_refused(name: str, value: Any) -> None:
     with pytest.raises(RequestError, match=f"^{name}: got .*; accepted: "):
-        BeamSearchParams(**{"beam_width": 2, "max_tokens": 3, name: value})
+        BeamSearchParams(**{"beam_width": 2, name: value})
+
+
+def test_several_ids_that_end_an_output_need_more_log_probs() -> None:
+    check_logprobs(BeamSearchParams(5), {1, 2, 3}, 20)
+    check_logprobs(BeamSearchParams(10, ignore_eos=True), {1, 2, 3}, 20)
+    check_logprobs(BeamSearchParams(1000, temperature=0.5), {1, 2, 3}, -1)
+    with pytest.raises(RequestError, match="24 tokens, 4 for each beam; .*: 1 to 5; "):
+        check_logprobs(BeamSearchParams(6), {1, 2, 3}, 20)
+    with pytest.raises(RequestError, match=r"sampler\.max_logprobs=1: none; "):
+        check_logprobs(BeamSearchParams(1), {1}, 1)
