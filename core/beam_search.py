@@ -68,16 +68,16 @@ def check_logprobs(params: BeamSearchParams, eos: Iterable[int], limit: int) -> 
         return
     if params.temperature not in AS_IT_IS:
         raise RequestError(
-            f"temperature: got {shown(params.temperature)}, which needs the log-probs of the whole vocabulary; accepted: 0 or 1, or any with "
-            f"the setting sampler.max_logprobs=-1 (it is {limit})"
+            f"temperature: got {shown(params.temperature)}, which needs the log-probs of the whole vocabulary; accepted: 0 or 1, or any "
+            f"with the setting sampler.max_logprobs=-1 (it is {limit})"
         )
     ending = frozenset() if params.ignore_eos else frozenset(eos)
     needed, each = num_candidates(params.beam_width, ending), num_candidates(1, ending)
     if needed > limit:
+        possible = f"1 to {limit // each}" if limit >= each else "none"
         raise RequestError(
             f"beam_width: got {params.beam_width}, which needs the log-probs of {needed} tokens, {each} for each beam; accepted with the "
-            f"setting sampler.max_logprobs={limit}: {f'1 to {limit // each}' if limit >= each else 'none'}; with max_logprobs=-1 any width up "
-            f"to {MAX_WIDTH}"
+            f"setting sampler.max_logprobs={limit}: {possible}; with max_logprobs=-1 any up to {MAX_WIDTH}"
         )
 
 

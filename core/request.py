@@ -39,6 +39,8 @@ __all__ = [
     "merged_eos",
 ]
 
+LONGEST_DEADLINE = 366 * 86400  # seconds; a larger number is a moment on a clock
+
 
 @dataclass(frozen=True)
 class RequestMetrics:
@@ -313,6 +315,9 @@ def _checked_deadline(deadline: object, arrival: float) -> float | None:
         seconds = as_float(deadline)
     except ValueError:
         seconds = 0.0
-    if seconds <= 0:
-        raise RequestError(f"deadline: got {shown(deadline)}; accepted: a finite number of seconds > 0, or None")
+    if not 0 < seconds <= LONGEST_DEADLINE:
+        raise RequestError(
+            f"deadline: got {shown(deadline)}; accepted: seconds from now, a finite number > 0 and at most {LONGEST_DEADLINE} (a year), or "
+            "None. A moment on a clock, such as time.time() + 5, is none: say 5"
+        )
     return arrival + seconds

@@ -151,7 +151,7 @@ def test_several_ids_that_end_an_output_need_more_log_probs() -> None:
     check_logprobs(BeamSearchParams(5), {1, 2, 3}, 20)
     check_logprobs(BeamSearchParams(10, ignore_eos=True), {1, 2, 3}, 20)
     check_logprobs(BeamSearchParams(1000, temperature=0.5), {1, 2, 3}, -1)
-    with pytest.raises(RequestError, match="24 tokens, 4 for each beam; .*: 1 to 5; "):
+    with pytest.raises(RequestError, match=r"24 tokens, 4 for each beam; .*: 1 to 5; "):
         check_logprobs(BeamSearchParams(6), {1, 2, 3}, 20)
     with pytest.raises(RequestError, match=r"sampler\.max_logprobs=1: none; "):
         check_logprobs(BeamSearchParams(1), {1}, 1)

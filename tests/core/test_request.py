@@ -185,6 +185,7 @@ def test_limit_seed_and_deadline() -> None:
     assert make([5], SamplingParams(seed=0)).seed == 0
     assert make([5]).seed == 7
     assert make([5], deadline=2).deadline == 102.0
+    assert make([5], deadline=365 * 86400).deadline == 100 + 365 * 86400
 
 
 def test_stop_ids() -> None:
@@ -239,6 +240,10 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"deadline": math.nan}, "deadline: got a number that is not finite"),
     ({"deadline": math.inf}, "deadline: got a number that is not finite"),
     ({"deadline": "1"}, "deadline: got '1'"),
+    (
+        {"deadline": 1764500000.3},
+        r"deadline: got 1764500000\.3; accepted: seconds from now, .* such as time\.time",
+    ),
 ]
 
 
