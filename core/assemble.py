@@ -19,7 +19,7 @@ from modelrunner.caches import Arena, stored_type
 from modelrunner.checkpoint import CheckpointReader, ModelCard
 from modelrunner.choosing import Chooser, blaming, build_context, expect, open_checkpoint, require_deterministic
 from modelrunner.device import Device
-from modelrunner.drafter_setup import DrafterSetup, set_up_drafter
+from modelrunner.drafter_setup import DrafterSetup, set_up_drafter, warn_of_unused
 from modelrunner.errors import CapacityError, PluginError, SettingsError
 from modelrunner.grammar import GrammarBackend, vocabulary
 from modelrunner.graphs import capture_problem, decode_buckets, token_buckets, uncapturable
@@ -51,7 +51,9 @@ DEFAULT_DTYPE = {"cpu": "float32"}  # others: bfloat16
 
 def settle(arguments: Mapping[str, Any], manager: PluginManager) -> RunnerSettings:
     """The effective settings, with the sections that the plugins declare."""
-    return load_settings(arguments, sections=merge_sections(manager.collect("settings_sections")))
+    settings = load_settings(arguments, sections=merge_sections(manager.collect("settings_sections")))
+    warn_of_unused(settings)
+    return settings
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from modelrunner.checkpoint import CheckpointReader, ModelCard
 from modelrunner.choosing import Chooser, blaming, build_context, expect, open_checkpoint
 from modelrunner.device import Device
 from modelrunner.draft_policy import DraftPolicy
-from modelrunner.errors import ModelRunnerError, PluginError, SettingsError
+from modelrunner.errors import ModelRunnerError, PluginError, SettingsError, SettingsWarning, warn_caller
 from modelrunner.model_state import CacheGroup, FullAttention, ModelState, Needs, No, Yes, required_features
 from modelrunner.ops import Ops
 from modelrunner.request_table import Column
@@ -168,6 +168,19 @@ def refuse_unused(settings: RunnerSettings) -> None:
                 f"{name} is {value!r}, but speculation.drafter is none, so nothing drafts; accepted beside it: the name of a drafter in "
                 f"speculation.drafter, or leave {name} out"
             )
+
+
+def warn_of_unused(settings: RunnerSettings) -> None:
+    """Tell of settings that say how much is drafted, where nothing drafts; not of a model, which is refused, and not where
+    `speculation.drafter` was given as none: then drafting is turned off on purpose."""
+    given = settings.speculation.model_fields_set
+    names = [f"speculation.{name}" for name in type(settings.speculation).model_fields if name in given - {"model"}]
+    if names and "drafter" not in given:
+        warn_caller(
+            f"{', '.join(names)}: no effect, since speculation.drafter is none and nothing drafts; accepted beside it: the name of a "
+            "drafter in speculation.drafter (ngram needs no weights), or none there, which says that it is meant so",
+            SettingsWarning,
+        )
 
 
 def check(settings: RunnerSettings, name: str, drafter: Drafter, needs: DrafterNeeds, points: tuple[str, ...]) -> None:

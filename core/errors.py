@@ -46,6 +46,10 @@ class CapacityWarning(ModelRunnerWarning):
     """A size that fits, but less than was asked for or than the model could do."""
 
 
+class SettingsWarning(ModelRunnerWarning):
+    """A setting that was given and has no effect beside the others."""
+
+
 def kind_of(value: object) -> str:
     """The type of `value` with its article, for messages: "an int"."""
     name = type(value).__name__

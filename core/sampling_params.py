@@ -303,8 +303,8 @@ class SamplingParams(BaseModel):
     output_kind: what `Engine.step` reports (`LLM` always waits for the end).
     logits_processors: what else changes the logits, after penalties: names of processors that plugins bring, in a list or with their
     arguments, `{"no_repeat": {"size": 3}}`, and, in a list, Python functions f(prompt_ids, output_ids, logits) -> logits, which are slow.
-    num_draft_tokens: most tokens that speculative decoding proposes a step; 0 for none, None for as many as the setting
-    speculation.num_tokens says. It changes the speed, not the result.
+    num_draft_tokens: most tokens that speculative decoding proposes a step; 0 for none, None or more than the setting
+    speculation.num_tokens for as many as that says. It changes the speed, not the result; nothing without a drafter.
     extra_args: what the request asks of plugins, by the names of their taps; the values are numbers, text, lists and mappings.
 
     Raises RequestError naming the parameter, what was given and what is accepted.

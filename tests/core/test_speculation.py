@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from mirror_drafter import MirrorPlugin
 
 from modelrunner import LLM, Observer, Offer, RequestFinish, SamplingParams, StepReport, hookimpl
-from modelrunner.errors import CheckpointError, PluginError, RequestError, SettingsError
+from modelrunner.errors import CheckpointError, PluginError, RequestError, SettingsError, SettingsWarning
 from modelrunner.kernels.sampling.philox import PURPOSE_DRAFT
 from modelrunner.request import Request
 from modelrunner.request_table import Column
@@ -231,6 +232,31 @@ def offering(needs: DrafterNeeds) -> object:
 def test_what_a_drafter_cannot_have(needs: DrafterNeeds, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         LLM(dense().model, plugins=[*dense().plugins, offering(needs)], speculation={"drafter": "odd"}, cache={"num_pages": 64})
+
+
+def test_settings_of_drafts_without_a_drafter_are_warned_of() -> None:
+    def llm(**settings: Any) -> None:
+        LLM(dense().model, plugins=dense().plugins, cache={"num_pages": 64}, **settings)
+
+    with pytest.warns(
+        SettingsWarning, match=r"^speculation\.num_tokens, speculation\.adaptive: no effect, .* the name of a drafter"
+    ) as caught:
+        llm(speculation={"adaptive": True}, num_speculative_tokens=5)
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SettingsWarning)
+        llm()
+        llm(speculation={"drafter": None, "num_tokens": 5})
+        llm(speculation={"drafter": "ngram", "num_tokens": 5})
+
+
+def test_a_request_may_ask_for_more_drafts_than_there_are() -> None:
+    for drafter in (None, "ngram"):
+        driver = Driver(dense().engine(drafter=drafter))
+        many = GREEDY.model_copy(update={"num_draft_tokens": 99})
+        driver.add("a", P(12, 1), many)
+        driver.finish()
+        assert_same(dense(), P(12, 1), many, driver.result("a"))
 
 
 def test_settings_that_do_not_go_together() -> None:
