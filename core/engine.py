@@ -278,7 +278,7 @@ class Engine:
             say_why(committed.finished)
             outputs += self._process(committed)
             self.watch.committed(ticket.plan, waiting, arrived, committed)
-        self._end_waiting(self.guides.fill(self.scheduler, self.settings.grammar.fill_seconds if self.tickets else None))
+        self._end_waiting(self.guides.fill(self.scheduler, in_flight=bool(self.tickets)))
         return outputs
 
     def _process(self, committed: Committed) -> list[RequestOutput]:

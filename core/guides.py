@@ -7,7 +7,8 @@ its grammar is compiled, which happens in other threads (see `compiling`); then 
 The idea of guides: a request's next mask depends on its last token, which the host knows one step later. So such a row is **held**, left
 out of plans, from the step that samples its token until that was collected and its next mask is there; all other rows go on. Its mask lies
 in the seat of an allow list, and travels with the patch of the plan that samples with it. Masks are filled after the next step was
-launched, while the device works. What takes too long then stays held for another step: nobody waits for it.
+launched, while the device works. What takes too long then stays held for another step: nobody waits for it. A call of a matcher cannot be
+broken off, though, and others do wait for a single one: a request whose matcher takes more than `grammar.token_seconds` for a token ends.
 """
 
 from __future__ import annotations
@@ -231,12 +232,10 @@ class Guides:
             return End(request, "error", text)
         if job.grammar is None:
             return End(request, "error", job.error)
+        assert job.vocabulary is not None
         request.num_draft = 0  # whose masks would be those of tokens that the host does not know
-        try:
-            assert job.vocabulary is not None
-            return request.guide.begin(job.grammar.matcher(), bitmask(job.vocabulary.stop_ids, self._words))
-        except Exception as error:
-            return End(request, "error", failed(error))
+        guide, grammar, stops = request.guide, job.grammar, bitmask(job.vocabulary.stop_ids, self._words)
+        return self._timed(request, lambda: guide.begin(grammar.matcher(), stops))
 
     def take(self, committed: Committed, scheduler: Scheduler) -> None:
         """A step was committed: note whose mask is to be made, and say of those that ended what their grammar says of it."""
@@ -267,11 +266,11 @@ class Guides:
         elif not request.place.goes_on(request.output_token_ids):
             request.stop_reason = DEAD_END
 
-    def fill(self, scheduler: Scheduler, seconds: float | None) -> list[End]:
-        """Make the masks that are missing, until `seconds` have passed (None: all), at least one. Returns requests that end by their
-        grammar."""
+    def fill(self, scheduler: Scheduler, in_flight: bool) -> list[End]:
+        """Make the masks that are missing, at least one, until `grammar.fill_seconds` have passed, or `grammar.token_seconds` if no step is
+        in flight. Returns requests that end by their grammar."""
         ends = []
-        stop = None if seconds is None else time.perf_counter() + seconds
+        stop = time.perf_counter() + (self._settings.fill_seconds if in_flight else self._settings.token_seconds)
         while self._late:
             request = self._late.popleft()
             guide = request.guide
@@ -282,21 +281,44 @@ class Guides:
                 scheduler.ready(request)
             else:
                 ends.append(end)
-            if stop is not None and time.perf_counter() >= stop:
+            if time.perf_counter() >= stop:
                 break
         return ends
 
     def _advance(self, request: Request, tokens: Int32Array) -> End | None:
-        assert request.guide is not None
+        guide = request.guide
+        assert guide is not None
+        return self._timed(request, lambda: guide.advance(tokens))
+
+    def _timed(self, request: Request, work: Callable[[], End | None]) -> End | None:
+        """What a guide says, or that its matcher raised or took too long for the others. Only time that this thread computes is counted: on
+        a busy machine it may have waited for its turn."""
+        began = time.thread_time()
         try:
-            return request.guide.advance(tokens)
+            end = work()
         except Exception as error:
             return End(request, "error", failed(error))
+        taken = time.thread_time() - began
+        if end is None and taken > self._settings.token_seconds:
+            return End(request, "error", too_slow(request, taken, self._settings.token_seconds))
+        return end
 
 
 def failed(error: Exception) -> str:
     """The stop reason of a request whose matcher raised."""
     return f"structured_outputs: the grammar backend failed: {type(error).__name__}: {error}"
+
+
+def too_slow(request: Request, taken: float, limit: float) -> str:
+    """The stop reason of a request whose matcher takes longer for a token than it may."""
+    params, guide = request.params.structured_outputs, request.guide
+    assert params is not None
+    assert guide is not None
+    return (
+        f"structured_outputs.{params.kind}: the grammar is too costly: its matcher took {taken:.3g} seconds after {guide.num_accepted} "
+        f"output tokens; accepted: at most {limit:g} for a token (setting grammar.token_seconds), for others wait meanwhile. Repetitions "
+        "within repetitions, and parts that match the same text in many ways, cost the most"
+    )
 
 
 def contradiction(request: Request, num_tokens: int) -> str:

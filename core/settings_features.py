@@ -79,7 +79,13 @@ class GrammarSettings(Section):
     """Most white space in a row between the parts of a JSON document; 0 allows none but a space after a comma or a colon."""
 
     fill_seconds: float = Field(default=0.005, gt=0)
-    """Seconds for which a turn of the loop makes masks while a step runs; requests whose masks are not made then wait for a later step."""
+    """Seconds for which a turn of the loop makes masks while a step runs; requests whose masks are not made then wait for a later step. It
+    is looked at between two masks: one that takes longer is made all the same."""
+
+    token_seconds: float = Field(default=0.5, gt=0)
+    """Most seconds that a matcher may compute for one token (take it in, and make the next mask) when the host follows a grammar; other
+    requests wait meanwhile. A request whose matcher took longer ends with an error. Also the time for which a turn of the loop makes masks
+    while no step runs."""
 
     automaton_memory: int = Field(default=128, ge=0, le=65536)
     """MiB of device memory for grammars that are small automata, whose rows the host need not follow; 0 follows all rows on the host. A

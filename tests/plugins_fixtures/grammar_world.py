@@ -23,6 +23,7 @@ from modelrunner.structured_outputs import StructuredOutputsParams
 from modelrunner.testing.byte_tokenizer import ByteTokenizer
 
 TOKENS = ByteTokenizer(331).token_bytes()
+COST = 0.05  # seconds that each mask takes after a tilde
 
 
 def written(token_ids: Sequence[int]) -> str:
@@ -42,6 +43,8 @@ class Choices(Grammar):
 
 
 class ChoiceMatcher(Matcher):
+    """Masks after an exclamation mark fail, those after a tilde are costly."""
+
     def __init__(self, backend: ChoiceBackend, texts: Sequence[bytes]) -> None:
         self.backend, self.texts, self.said = backend, texts, b""
 
@@ -54,6 +57,9 @@ class ChoiceMatcher(Matcher):
         self.backend.log["filled"] += 1
         if b"!" in self.said:
             raise RuntimeError("planted: an exclamation mark")
+        began = time.thread_time()
+        while b"~" in self.said and time.thread_time() < began + COST:
+            pass
         mask[:] = 0
         rests = [text[len(self.said) :] for text in self.texts if text.startswith(self.said)]
         words = mask.view("uint32")
