@@ -20,6 +20,7 @@ from modelrunner.request import RequestOutput
 from modelrunner.sampling_params import ACCEPTED, SamplingParams, as_float, as_int, shown
 
 MAX_WIDTH = 1024
+MAX_LENGTH_PENALTY = 32  # a length to this power is a number
 WHOLE_VOCABULARY = -1
 AS_IT_IS = (0.0, 1.0)  # temperatures that leave the model's log-probs alone
 Candidate = tuple[float, "Beam", int]  # log-prob of the whole, the beam that it continues, and the token
@@ -48,7 +49,8 @@ class BeamSearchParams:
             check("max_tokens", self.max_tokens, as_int, lambda value: value >= 1, ACCEPTED["max_tokens"])
         check("ignore_eos", self.ignore_eos, lambda value: value, lambda value: isinstance(value, bool), "True or False")
         check("temperature", self.temperature, as_float, lambda value: value >= 0, "a finite number >= 0 (0: the model's own log-probs)")
-        check("length_penalty", self.length_penalty, as_float, lambda value: True, "a finite number")
+        most = MAX_LENGTH_PENALTY
+        check("length_penalty", self.length_penalty, as_float, lambda value: -most <= value <= most, f"a number from -{most} to {most}")
 
 
 def check(name: str, value: Any, read: Callable[[Any], Any], holds: Callable[[Any], bool], accepted: str) -> None:

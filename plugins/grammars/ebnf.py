@@ -37,7 +37,7 @@ def automaton_of(text: str, max_states: int, printed: Callable[[str], str] | Non
 
     printed: gives the printed grammar of a regular expression; without it, a grammar that has one in it is refused.
     """
-    rules = dict(_rules(text))
+    rules = dict(read_rules(text))
     builder = Builder(max_states)
     return builder.automaton(_Maker(builder, rules, printed).rule("root", builder.end))
 
@@ -98,7 +98,7 @@ class _Maker:
     def _regex(self, text: str, then: int) -> int:
         if self._printed is None:
             raise NotRegular("the pattern in it is not known here")
-        return _Maker(self._builder, dict(_rules(self._printed(text))), None, in_json=True).rule("root", then)
+        return _Maker(self._builder, dict(read_rules(self._printed(text))), None, in_json=True).rule("root", then)
 
     def _rule(self, name: str, then: int) -> int:
         return self.rule(name, then)
@@ -124,7 +124,7 @@ class _Maker:
 # ---- reading -----------------------------------------------------------------------------------------------------------------
 
 
-def _rules(text: str) -> Iterator[tuple[str, Part]]:
+def read_rules(text: str) -> Iterator[tuple[str, Part]]:
     """Name and body of each rule. What a rule says of what follows it is a help for the library and changes no language."""
     for line in filter(None, text.split("\n")):
         reader = _Reader(line)
@@ -187,10 +187,10 @@ class _Reader:
         if self.kind == "name":
             return "rule", self.take("name")
         if self.kind == "string":
-            return "text", "".join(map(chr, _letters(self.take("string")[1:-1]))).encode("utf-8", "surrogatepass")
+            return "text", "".join(map(chr, letters_of(self.take("string")[1:-1]))).encode("utf-8", "surrogatepass")
         if self.kind == "regex":
             self.take("regex")
-            text = "".join(map(chr, _letters(self.take("string")[1:-1])))
+            text = "".join(map(chr, letters_of(self.take("string")[1:-1])))
             self.take("json")
             return "regex", text
         if self.kind == "letters":
@@ -210,7 +210,7 @@ class _Reader:
         return part
 
 
-def _letters(text: str) -> list[int]:
+def letters_of(text: str) -> list[int]:
     """Code points of a text with escapes."""
     return [letter for letter, _ in _escaped(text)]
 

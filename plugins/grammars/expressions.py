@@ -1,4 +1,5 @@
-"""What XGrammar passes over in regular expressions, found before it does: anchors in the middle, and looking ahead or behind."""
+"""What XGrammar passes over in regular expressions, found before it does: anchors in the middle, looking ahead or behind, and escapes that
+it takes for letters."""
 
 from __future__ import annotations
 
@@ -11,6 +12,8 @@ PART = re.compile(
         | (?P<again>[*+]|\{) | (?P<maybe>\?) | (?P<letter>\\. | \[\^?\]?(?:\\.|[^\]\\])*\] | .)""",
     re.VERBOSE | re.DOTALL,
 )
+ESCAPE = re.compile(r"\\(.)", re.DOTALL)
+KNOWN_ESCAPES = frozenset("dDwWsSnrtfvxu")  # those with a letter or a digit
 
 
 @dataclass
@@ -51,6 +54,8 @@ def not_understood(expression: str) -> str:
             groups[-1].starts |= closed.starts
             continue
         elif kind in ("open", "letter"):
+            if kind == "letter" and (escape := _unknown_escape(found[0])):
+                return f"the escape '{escape}' (at character {place}) is not understood"
             if group.ended:
                 return f"the anchor '$' stands in the middle (before character {place}), where nothing matches; accepted: at the end"
             if kind == "open":
@@ -58,6 +63,12 @@ def not_understood(expression: str) -> str:
             group.begun = True
         closed = None
     return ""
+
+
+def _unknown_escape(letter: str) -> str:
+    """The first escape in a letter or class of letters that XGrammar would take for another letter, or empty."""
+    each = [letter] if letter[0] == "\\" else [found[0] for found in ESCAPE.finditer(letter)] if letter[0] == "[" else []
+    return next((escape for escape in each if escape[1:].isalnum() and escape[1:] not in KNOWN_ESCAPES), "")
 
 
 def width(expression: str) -> tuple[int, int] | None:

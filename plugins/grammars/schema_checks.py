@@ -36,6 +36,7 @@ MOST_FAULTS = 4  # that an error names
 UNESCAPED_FORMATS = frozenset({"json-pointer", "relative-json-pointer"})  # whose texts the library would write as JSON does not
 MOST_MULTIPLE, MOST_WIDTH = 1024, 10000  # that the library counts out
 DIGITS = 10**6  # after the point, of a number with bounds
+DEEPEST_NEST = 500  # of schemas within schemas: the library follows them, also by references, on its stack, which some thousands overflow
 
 
 class Fault(NamedTuple):
@@ -105,13 +106,15 @@ class _Walk:
         self._lone_refs = any(f"draft-0{n}" in str(root.get("$schema")) for n in (3, 4, 5, 6, 7))  # beside which nothing counts
 
     def run(self) -> None:
-        todo: list[tuple[Any, str, str]] = [(self.root, "", "")]
+        todo: list[tuple[Any, str, str, int]] = [(self.root, "", "", 1)]
         seen: set[int] = set()
         while todo:
-            schema, where, implied = todo.pop()
+            schema, where, implied, depth = todo.pop()
             if isinstance(schema, dict) and id(schema) not in seen:
                 seen.add(id(schema))
-                todo.extend(reversed(list(self._one(schema, where, implied))))
+                if depth > DEEPEST_NEST:
+                    raise ValueError(f"XGrammar takes schemas within schemas, also by $ref, down to {DEEPEST_NEST}; #{where} is deeper")
+                todo.extend((*each, depth + 1) for each in reversed(list(self._one(schema, where, implied))))
 
     def _fault(self, keyword: str, where: str, why: str, elsewhere: bool = False) -> None:
         self.faults.append(Fault(keyword, where, why, elsewhere))
@@ -148,7 +151,7 @@ class _Walk:
                 self._fault(mode, where, "it has no branches")
             if mode == "oneOf":
                 self.exclusive.append(schema)
-                if pair := could_both_match(argument):
+                if pair := could_both_match(argument, self.root):
                     self._fault(mode, where, f"it is taken as anyOf, and its branches {pair[0]} and {pair[1]} match the same documents")
             for number, each in enumerate(argument):
                 yield each, f"{where}/{mode}/{number}", ""
@@ -208,7 +211,7 @@ class _Walk:
         else:
             self.patterns.append(pattern)
 
-    def _numbers(self, schema: Schema, where: str, types: frozenset[str]) -> None:
+    def _numbers(self, schema: dict[str, Any], where: str, types: frozenset[str]) -> None:
         if not types & {"integer", "number"}:
             return
         bounds = [schema.get(name) for name in ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")]
@@ -217,14 +220,16 @@ class _Walk:
         low, above, high, below = (sign * inf if bound is None else bound for sign, bound in zip((-1, -1, 1, 1), bounds, strict=True))
         least, most = max(low, above), min(high, below)
         multiple = schema.get("multipleOf")
-        if multiple is not None and "number" in types:
+        if multiple == 1 and "number" not in types:
+            self.needless.append((schema, "multipleOf"))
+        elif multiple is not None and "number" in types:
             self._fault("multipleOf", where, "it is not understood of numbers, only of whole ones (type 'integer')", elsewhere=True)
         elif isinstance(multiple, (int, float)):
             narrow = (least, most) == (-inf, inf) or most - least < MOST_WIDTH
             if multiple > MOST_MULTIPLE or multiple != int(multiple) or not narrow:
                 why = f"accepted: a whole number of at most {MOST_MULTIPLE}, without bounds or with two that are at most {MOST_WIDTH} apart"
                 self._fault("multipleOf", where, why, elsewhere=True)
-        if "number" in types and -inf < least <= most < inf:
+        if "number" in types and -inf < least <= most < inf and most - least < 1:
             first, last = ceil(least * DIGITS) + (least == above), floor(most * DIGITS) - (most == below)
             if first > last:
                 why = "numbers with bounds have at most six digits after the point, and none of these lies between"

@@ -149,10 +149,10 @@ def overlapping(one: str, other: str) -> bool:
     return first.startswith(second) or second.startswith(first)
 
 
-def could_both_match(branches: list[Any]) -> tuple[int, int] | None:
+def could_both_match(branches: list[Any], root: object) -> tuple[int, int] | None:
     """Two branches of a `oneOf` that plainly match the same documents: equal ones, one that asserts nothing, or constants and bare types of
     which one is in both."""
-    for (i, one), (j, other) in combinations(enumerate(branches), 2):
+    for (i, one), (j, other) in combinations(enumerate(_followed(each, root) for each in branches), 2):
         if one is False or other is False:
             continue
         if one == other or not own_keys(one) or not own_keys(other):
@@ -163,6 +163,18 @@ def could_both_match(branches: list[Any]) -> tuple[int, int] | None:
         if any(equal(each, value) for each in values for value in more_values):
             return i, j
     return None
+
+
+def _followed(branch: Any, root: object) -> Any:
+    """What a branch refers to, if it does nothing else."""
+    for _ in range(DEEPEST):
+        if not isinstance(branch, Mapping) or own_keys(branch) != ["$ref"] or not isinstance(uri := branch["$ref"], str):
+            return branch
+        found = inner(root, uri) if uri[:1] == "#" else None
+        if found is None:
+            return branch
+        branch = found
+    return branch
 
 
 def _plain(branch: Mapping[str, Any]) -> tuple[list[Any], frozenset[str]]:

@@ -12,6 +12,7 @@ from modelrunner.automaton import Automaton, of_choice
 from modelrunner.grammar import Grammar, GrammarBackend, Mask, Matcher, Vocabulary
 from modelrunner.plugins.grammars.ebnf import automaton_of
 from modelrunner.plugins.grammars.expressions import not_understood
+from modelrunner.plugins.grammars.json_texts import without_expressions
 from modelrunner.plugins.grammars.schema_checks import Fault, checked, refusal
 from modelrunner.settings import GrammarSettings, RunnerSettings
 from modelrunner.structured_outputs import StructuredOutputsParams
@@ -57,7 +58,7 @@ class XGrammar(GrammarBackend):
         if params.choice is not None:
             return compiler.compile_grammar("root ::= " + " | ".join(json.dumps(text, ensure_ascii=False) for text in params.choice))
         if params.json is not None:
-            return compiler.compile_grammar(self._rules(str(params.json)))
+            return compiler.compile_grammar(self._without_expressions(self._rules(str(params.json))))
         return compiler.compile_json_schema(OBJECT, strict_mode=False, **self._whitespace)
 
     def automaton(self, params: StructuredOutputsParams, max_states: int) -> Automaton:
@@ -85,6 +86,12 @@ class XGrammar(GrammarBackend):
         printed = str(rules)
         mended = SYMBOL.sub(lambda symbol: PRINTABLE if symbol[0] == BOUNDED else symbol[0], printed)
         return rules if mended == printed else self._grammar.from_ebnf(mended)
+
+    def _without_expressions(self, rules: Any) -> Any:
+        """The same grammar, whose expressions are rules where it has some."""
+        printed = str(rules)
+        plain = without_expressions(printed, lambda expression: str(self._grammar.from_regex(expression)))
+        return rules if plain == printed else self._grammar.from_ebnf(plain)
 
     def _spoils_json(self, pattern: str) -> str:
         """Why texts of an expression would not be JSON; empty if they would. The library writes those of some expressions as they are."""

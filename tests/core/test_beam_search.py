@@ -140,6 +140,7 @@ def test_text_and_limits() -> None:
         ("temperature", -1),
         ("temperature", math.nan),
         ("length_penalty", "x"),
+        ("length_penalty", 1e308),
     ],
 )
 def test_wrong_parameters_are_refused(name: str, value: Any) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import re
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -53,6 +55,8 @@ REFUSED: list[tuple[dict[str, Any], str, bool]] = [
     ({"$ref": "other.json"}, "#/$ref", False),
     ({"oneOf": [INTEGER, {"type": "number"}]}, "#/oneOf", False),
     ({"oneOf": [{"const": 1}, {"enum": [1.0, 2]}]}, "#/oneOf", False),
+    ({"oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}], "$defs": {"a": INTEGER, "b": {"type": "number"}}}, "#/oneOf", False),
+    ({"type": "string", "pattern": r"^[a-z]+\Z"}, "#/pattern", False),
     ({"oneOf": [{"title": "anything"}, INTEGER]}, "#/oneOf", False),
     ({**OBJECT, "dependentRequired": {"a": ["b"]}}, "#/dependentRequired", False),
     ({**OBJECT, "patternProperties": {"^a": INTEGER, "b$": {"type": "string"}}}, "#/patternProperties", False),
@@ -69,6 +73,8 @@ ACCEPTED: list[dict[str, Any]] = [
     {"type": "array", "items": INTEGER, "uniqueItems": False},
     {"type": "string", "pattern": "^a{3,5}$", "minLength": 3, "maxLength": 5},
     {**INTEGER, "multipleOf": 5, "minimum": 0, "maximum": 20},
+    {**INTEGER, "multipleOf": 1, "minimum": 0},
+    {"type": "number", "minimum": -1.7976931348623157e308, "maximum": 1.7976931348623157e308},
     {"type": "string", "enum": ["a", "b"], "maxLength": 1},
     {"anyOf": [{"type": "string"}, {"type": "null"}], "type": ["string", "null"], "default": None},
     {"oneOf": [{**OBJECT, "properties": {"a": INTEGER}}, {**OBJECT, "properties": {"b": INTEGER}}]},
@@ -104,18 +110,31 @@ def test_what_displaces_other_keywords_is_taken_out() -> None:
     assert checked('{"type": "string", "format": "uri"}').text == '{"type": "string", "format": "uri"}'
 
 
+def test_schemas_that_would_overflow_the_librarys_stack() -> None:
+    def chain(length: int) -> str:
+        links = {f"d{i}": {**OBJECT, "properties": {"a": {"$ref": f"#/d{i + 1}"}}} for i in range(length)}
+        return json.dumps({"$ref": "#/d0", **links, f"d{length}": INTEGER})
+
+    checked(chain(200))
+    with pytest.raises(ValueError, match=r"also by \$ref, down to 500; #/d\d+/properties/a is deeper"):
+        checked(chain(4000))
+
+
 def test_a_keyword_of_a_wrong_type_is_said() -> None:
     with pytest.raises(ValueError, match="a keyword of the schema has a value of a wrong type"):
         checked('{"type": 5}')
 
 
-@pytest.mark.parametrize("expression", ["a^b", "a$b", "(a$)b", "x(^a)", "(^a)*", "(a|b$)c", "a(?=b)", "(?<!a)b"])
+@pytest.mark.parametrize(
+    "expression", ["a^b", "a$b", "(a$)b", "x(^a)", "(^a)*", "(a|b$)c", "a(?=b)", "(?<!a)b", r"\Aa", r"a\Z", r"a\0", r"[a\b]", r"\ba"]
+)
 def test_expressions_that_mean_something_else(expression: str) -> None:
     assert not_understood(expression)
 
 
 @pytest.mark.parametrize(
-    "expression", ["^ab$", "(^a|b)c", "^a|b$|^c$", "[^a$]b", r"\^a\$b", "^(ab|c)?$", "(?:^ab)$", "[]$]a", "a{2}$", "(a$)?"]
+    "expression",
+    ["^ab$", "(^a|b)c", "^a|b$|^c$", "[^a$]b", r"\^a\$b", r"\\Z[\d\-\]]\x41\u0041", "^(ab|c)?$", "(?:^ab)$", "[]$]a", "a{2}$", "(a$)?"],
 )
 def test_expressions_whose_anchors_stand_at_their_ends(expression: str) -> None:
     assert not not_understood(expression)
@@ -166,6 +185,47 @@ def test_texts_of_limited_length_hold_nothing_that_json_escapes(backend: Grammar
 ]'
     }  # written as the class is
     assert backend.automaton(StructuredOutputsParams(json=constant), 100).walk(0, json.dumps(constant["const"]).encode()) >= 0
+
+
+def expression_of(rng: random.Random, letters: list[str], depth: int = 0) -> str:
+    parts = []
+    for _ in range(rng.randint(1, 3)):
+        inside = depth < 2 and rng.random() < 0.5
+        part = f"({expression_of(rng, letters, depth + 1)})" if inside else rng.choice(letters)
+        parts.append(part + rng.choice(["", "", "?", "+", "*", "{1,2}", "{0,1}"]))
+    return "".join(parts) if rng.random() < 0.8 else f"{parts[0]}|{''.join(parts[1:])}"
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_texts_of_random_expressions_are_theirs(backend: GrammarBackend, wide: bool) -> None:
+    """All of up to four letters, by matchers, and by automata too unless there are wide classes. None has what JSON escapes."""
+    rng, ids = random.Random(1), {letter: VOCABULARY.tokens.index(letter.encode()) for letter in 'abc"'}
+    for _ in range(150):
+        expression = expression_of(rng, ["a", "b", "[ab]", *([".", "[^a]", r"\S"] if wide else ["c", "[ac]"])])
+        params = StructuredOutputsParams(json={"type": "string", "pattern": f"^({expression})$"})
+        grammar = backend.compile(params)
+        automaton = None if wide else backend.automaton(params, 1000)
+        for length in range(5):
+            for letters in product("abc", repeat=length):
+                text = f'"{"".join(letters)}"'
+                wanted, matcher = re.fullmatch(expression, text[1:-1]) is not None, grammar.matcher()
+                assert all(matcher.accept(ids[letter]) for letter in text) == wanted, (expression, text)
+                if automaton is not None:
+                    state = automaton.walk(0, text.encode())
+                    assert (state >= 0 and bool(automaton.accepting[state])) == wanted, (expression, text)
+
+
+def test_expressions_in_json_write_nothing_that_is_not_a_letter_of_a_text(backend: GrammarBackend) -> None:
+    """Neither escapes nor bytes that are no UTF-8, which the library's own symbol for them lets in."""
+    grammar = backend.compile(StructuredOutputsParams(json={"type": "string", "pattern": '^(.|a"|b){1,2}$'}))
+
+    def taken(text: bytes) -> bool:
+        matcher = grammar.matcher()
+        return all(matcher.accept(VOCABULARY.tokens.index(bytes([byte]))) for byte in text)
+
+    assert taken('"é😀"'.encode())
+    for bad in (b'"a""', b'"\\"', b'"\t"', b'"\xf0\x87\xbf\xb6"'):
+        assert not taken(bad)
 
 
 PIECES: dict[str, list[Any]] = {
