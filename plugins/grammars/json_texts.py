@@ -59,7 +59,7 @@ def _written(part: Part, prefix: str, rules: dict[str, Part]) -> str | None:
         case "rule", str():
             return prefix + what if what in rules else None
         case "either", list():
-            inner = [text for each in what if (text := _written(each, prefix, rules)) is not None]
+            inner = [branch for each in what if (branch := _written(each, prefix, rules)) is not None]
             return f"({' | '.join(map(str, inner))})" if inner else None
         case "chain", list():
             inner = [_written(each, prefix, rules) for each in what]
