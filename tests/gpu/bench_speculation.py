@@ -34,7 +34,8 @@ DRY = "--dry" in sys.argv
 ARGUMENTS = [argument for argument in sys.argv[1:] if argument != "--dry"]
 PROMPT = 8 if DRY else 128
 OUTPUTS = {"qwen3-8b": 96}  # tokens of an output, by model
-OUTPUT, REPEATS, GRAPHS, PROFILED = (24, 1, 2, 4) if DRY else (256, 2, 20, 24)
+OUTPUT, REPEATS, GRAPHS = (24, 1, 2) if DRY else (256, 2, 20)
+PROFILED, WATCHED = (4, 96) if DRY else (60, 880)  # steps, and tokens of an output that suffice for as many twice
 
 
 def make_engine(model: str, rows: list[int], drafts: list[int]) -> Engine:
@@ -114,9 +115,16 @@ def parts_of(engine: Engine, rows: int, k: int) -> dict[str, float]:
     found = Parts(engine, rows, k).measure(GRAPHS)
     while engine.has_unfinished():
         engine.step()
-    jobs = [Job(tuple(prompt(row)), OUTPUT) for row in range(rows)]
+    jobs = [Job(tuple(prompt(row)), WATCHED) for row in range(rows)]
     profile = profile_steps(engine, jobs, GREEDY, PROFILED, steady=True)
-    return {**found, "idle_share": profile.idle, "idle_inside_share": profile.idle_inside}
+    longest = max(profile.gaps, default=0.0)
+    watched = {
+        "watched_steps": profile.steps,
+        "idle_share": profile.idle,
+        "idle_inside_share": profile.idle_inside,
+        "longest_gap_us": longest,
+    }
+    return {**found, **watched}
 
 
 def measure(engine: Engine, model: str, rows: int, ks: list[int], rates: list[float]) -> None:
