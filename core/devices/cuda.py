@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,8 @@ import torch
 
 from modelrunner.device import Device, Event, PinnedBuffer, SideEvent
 from modelrunner.devices.cpu import copy_bytes
-from modelrunner.devices.cuda_side import SideStream, captured
+from modelrunner.devices.cuda_graph import captured
+from modelrunner.devices.cuda_side import SideStream
 from modelrunner.kernels.build_helpers import begin
 
 if TYPE_CHECKING:
@@ -42,6 +44,7 @@ class CudaDevice(Device):
 
     def __init__(self, settings: RunnerSettings) -> None:
         super().__init__(settings)
+        gc.collect()  # an engine that was dropped has memory until then
         begin()
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
         # Products of float32 matrices are IEEE: a setting of the process, since torch has none per call.

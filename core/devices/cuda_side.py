@@ -9,15 +9,14 @@ stream, where the memory for another stream's work was not counted, and where it
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
 
 import torch
 
+from modelrunner.devices.cuda_graph import captured
 from modelrunner.devices.cuda_part import NoParts, part_stream
 
 POLL_SECONDS = 0.0005
@@ -181,18 +180,3 @@ class SideStream:
             target[start : start + part.numel()].copy_(memory[: part.numel()], non_blocking=True)
             event.record(self._stream)
         return out
-
-
-def captured(work: Callable[[], None], pool: Any) -> Callable[[], None]:
-    """A graph of `work`, recorded on the current stream, which is not the default one, with memory of the pool. Returns what replays it."""
-    graph = torch.cuda.CUDAGraph()
-    graph.capture_begin(pool, capture_error_mode="thread_local")
-    try:
-        work()
-    except BaseException:
-        with contextlib.suppress(RuntimeError):  # what broke the capture is the error to show
-            graph.capture_end()
-        raise
-    graph.capture_end()
-    replay: Callable[[], None] = graph.replay
-    return replay
