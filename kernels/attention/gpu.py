@@ -38,6 +38,7 @@ from modelrunner.kernels.attention.work_list import (
 )
 from modelrunner.kernels.attention.write import indexed_write, write_cache
 from modelrunner.kernels.builds import CAPABILITIES, Build
+from modelrunner.kernels.room import roomy
 
 # One launch does all for rows of several tokens: up to so many each, in all, and times the heads of a group.
 FUSED_QUERIES, FUSED_TOKENS, FUSED_HEADS = 4, 16, 8
@@ -56,7 +57,7 @@ def indexed_attention(
     """`kernels.attention.reference.indexed_attention`. Invalid tokens get zeros."""
     if q.stride(2) != 1:
         q = q.contiguous()
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out = roomy(q.shape, q.dtype, q.device)
     if index.decode.config.stream and scales is None:
         stream_rows(q, cache, out, index, scale, softcap, sinks)
     else:
@@ -137,7 +138,7 @@ def qkv_attention(
     if index.rings is not None and softcap is None and sinks is None and scales is None and cos_sin.shape[1] == cache.shape[4]:
         if qkv.stride(1) != 1 or cos_sin.stride(1) != 1:
             qkv, cos_sin = qkv.contiguous(), cos_sin.contiguous()
-        out = torch.empty((qkv.shape[0], num_heads, cache.shape[4]), dtype=qkv.dtype, device=qkv.device)
+        out = roomy((qkv.shape[0], num_heads, cache.shape[4]), qkv.dtype, qkv.device)
         ring_rows(qkv, cache, out, slots, index.block_table, index.rings, scale, (q_norm, k_norm, cos_sin, eps))
         return out
     if index.prefill is not None or not decode.config.fused or _many(decode, num_heads // num_kv_heads):
@@ -147,7 +148,7 @@ def qkv_attention(
         qkv, cos_sin = qkv.contiguous(), cos_sin.contiguous()
     dim = cache.shape[4]
     q = qkv.as_strided((qkv.shape[0], num_heads, dim), (qkv.stride(0), dim, 1), qkv.storage_offset())
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out = roomy(q.shape, q.dtype, q.device)
     decode_rows(q, cache, out, index, scale, softcap, sinks, (q_norm, k_norm, cos_sin, eps), scales)
     return out
 

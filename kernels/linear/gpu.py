@@ -168,7 +168,7 @@ if RINGS:
     from modelrunner.kernels.linear.wide import wide_kernel
 
     LARGE_PRODUCTS = (("add", 4096, 4096), ("gated", 12288, 4096), ("add", 4096, 12288))
-    BUILDS += [build for product in LARGE_PRODUCTS for build in builds(product[0], 32, *product[1:], rings=True)]
+    BUILDS += [build for rows in (16, 32) for product in LARGE_PRODUCTS for build in builds(product[0], rows, *product[1:], rings=True)]
     BUILDS += [build for rows in (64, 128, 256) for build in builds("gated", rows, 12288, 4096, rings=True)]
     BUILDS += builds("norm", 64, 6144, 4096, rings=True) + builds("add", 64, 4096, 12288, rings=True)
 

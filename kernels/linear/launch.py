@@ -16,6 +16,7 @@ from modelrunner.kernels.linear.stream import stream_kernel
 from modelrunner.kernels.linear.tiles import sum_kernel, tile_kernel
 from modelrunner.kernels.norm.rows import rms_norm
 from modelrunner.kernels.pdl import hopper, pdl
+from modelrunner.kernels.room import roomy, rows_with_room
 
 try:
     require_tried()
@@ -65,7 +66,7 @@ def sum_shape(rows: int, outputs: int) -> tuple[int, int]:
 
 
 def _output(x: torch.Tensor, weight: torch.Tensor, extras: Extras) -> torch.Tensor:
-    return torch.empty((x.shape[0], weight.shape[0] // 2 if extras.act else weight.shape[0]), dtype=x.dtype, device=x.device)
+    return roomy((x.shape[0], weight.shape[0] // 2 if extras.act else weight.shape[0]), x.dtype, x.device)
 
 
 def _run_gemv(tiles: Gemv, x: torch.Tensor, weight: torch.Tensor, extras: Extras) -> torch.Tensor:
@@ -151,7 +152,7 @@ def _launch_stream(
     dependent = pdl(x)
     if x.is_cuda and not hopper(x):
         tiles = tiles.late(extras.act != 0)
-    x_blocks = None if tiles.early else _blocks(x, tiles.bt, tiles.bk)
+    x_blocks = None if tiles.early else _blocks(x, tiles.bt, tiles.bk, rows_with_room(x, tiles.bt))
     stream_kernel[(triton.cdiv(outputs, tiles.bn), tiles.split, triton.cdiv(rows, tiles.bt))](
         x_blocks, _blocks(weight, tiles.bn, tiles.bk), x, weight, residual, out, parts, rows, outputs, x.stride(0), _stride(residual),
         K=x.shape[1], BT=tiles.bt, BN=tiles.bn, BK=tiles.bk, SPLIT=tiles.split, ACT=extras.act,
@@ -167,9 +168,10 @@ def _launch_ring(
     (rows, inner), outputs, residual = x.shape, weight.shape[0] // (2 if extras.act else 1), extras.residual
     if x.stride(0) * x.element_size() % 16 or x.data_ptr() % 16:
         x = x.contiguous()
+    x_blocks = _ring_blocks(x, tiles.bt, tiles.bk, rows_with_room(x, tiles.bt))
     ring_kernel[(triton.cdiv(rows, tiles.bt), triton.cdiv(outputs, tiles.bn), tiles.split)](
-        _ring_blocks(x, tiles.bt, tiles.bk), _ring_blocks(weight, tiles.bn, tiles.bk), residual, out, parts, rows, outputs,
-        _stride(residual), ACT=extras.act, STEPS=inner // (tiles.bk * tiles.split), W_SLOTS=tiles.w_slots, X_SLOTS=tiles.x_slots,
+        x_blocks, _ring_blocks(weight, tiles.bn, tiles.bk), residual, out, parts, rows, outputs, _stride(residual),
+        ACT=extras.act, STEPS=inner // (tiles.bk * tiles.split), W_SLOTS=tiles.w_slots, X_SLOTS=tiles.x_slots,
         REQUESTS=tiles.requests, num_warps=tiles.warps, maxnreg=tiles.registers, **pdl(x),
     )  # fmt: skip
 
@@ -186,20 +188,22 @@ def _launch_wide(
         w = RingDescriptor(weight, [outputs // 8, 2, 8, inner], [8 * inner, outputs * inner, inner, 1], [4, 2, 8, tiles.bk], layout)
     else:
         w = _ring_blocks(weight, 64, tiles.bk)
+    x_blocks = _ring_blocks(x, tiles.bt, tiles.bk, rows_with_room(x, tiles.bt * tiles.tiles))
     wide_kernel[(triton.cdiv(rows, tiles.bt * tiles.tiles), triton.cdiv(weight.shape[0], 64 * tiles.groups), tiles.split)](
-        _ring_blocks(x, tiles.bt, tiles.bk), w, residual, out, parts, rows, outputs, _stride(residual), GROUPS=tiles.groups,
+        x_blocks, w, residual, out, parts, rows, outputs, _stride(residual), GROUPS=tiles.groups,
         TILES=tiles.tiles, STEPS=inner // (tiles.bk * tiles.split), SLOTS=tiles.slots, OTHERS=tiles.later, ACT=extras.act, num_warps=4,
         maxnreg=tiles.registers, **pdl(x),
     )  # fmt: skip
 
 
-def _ring_blocks(matrix: torch.Tensor, rows: int, columns: int) -> RingDescriptor:
+def _ring_blocks(matrix: torch.Tensor, rows: int, columns: int, there: int = 0) -> RingDescriptor:
+    """In blocks [rows, columns]; there: rows that it has memory for, or 0."""
     layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    return RingDescriptor(matrix, [*matrix.shape], [matrix.stride(0), 1], [rows, columns], layout)
+    return RingDescriptor(matrix, [there or matrix.shape[0], matrix.shape[1]], [matrix.stride(0), 1], [rows, columns], layout)
 
 
-def _blocks(matrix: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
-    return TensorDescriptor(matrix, [*matrix.shape], [matrix.stride(0), 1], [rows, columns])
+def _blocks(matrix: torch.Tensor, rows: int, columns: int, there: int = 0) -> TensorDescriptor:
+    return TensorDescriptor(matrix, [there or matrix.shape[0], matrix.shape[1]], [matrix.stride(0), 1], [rows, columns])
 
 
 def _stride(residual: torch.Tensor | None) -> int:

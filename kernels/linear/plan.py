@@ -7,7 +7,7 @@ from functools import cache
 
 GEMV_ROWS = 2  # beyond, tensor cores
 TILE_ROWS = 128  # beyond, the vendor's library
-MANY_ROWS = range(193, 257)  # but for products of so many weights, where the device copies tiles by itself,
+MANY_ROWS = range(129, 257)  # but for products of so many weights, where the device copies tiles by itself,
 MANY = range(2**21, 2**23)
 ADDED_ROWS = 256  # and for one of few weights that is added to a residual,
 SMALL = 2**22
@@ -20,7 +20,7 @@ PIPELINE = 224_000  # bytes of shared memory for it
 RING = 230_000  # the same for rings,
 REQUESTS = 3  # tiles of weights that a ring asks for at a time
 KEPT_ROWS = range(33, 129)  # whose streams' parts stay in the L2 cache, as those of rings do, but not of wide ones
-RING_ROWS = range(16, 33)  # which pay for so many rows;
+RING_ROWS = range(2, 33)  # which pay for so many rows;
 WIDE_ROWS = range(33, 129)  # for so many, wide ones of gate and up,
 WIDE_MANY = range(241, 257)  # also where they have most of their rows,
 WIDE_FEW = 64  # and up to so many, of other products

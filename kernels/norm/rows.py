@@ -9,6 +9,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from modelrunner.kernels.norm.reference import rms_norm as reference_rms_norm
 from modelrunner.kernels.pdl import pdl
+from modelrunner.kernels.room import roomy
 
 MAX_WIDTH = 16384  # of a row that one program holds
 TILE = 2048  # values of a program where rows are short
@@ -68,7 +69,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, fixed: bool = Fa
     """
     if x.shape[-1] > MAX_WIDTH:
         return reference_rms_norm(x, weight, eps)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = roomy(x.shape, x.dtype, x.device) if x.dim() == 2 else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     x, inner, outer_stride, inner_stride = row_strides(x)
     _launch(x, None, weight, out, None, inner, (outer_stride, inner_stride, 0, 0), eps, fixed)
     return out

@@ -40,6 +40,7 @@ from modelrunner.kernels.linear import launch  # noqa: E402
 from modelrunner.kernels.linear.launch import Extras, run  # noqa: E402
 from modelrunner.kernels.linear.plan import Gemv, Several  # noqa: E402
 from modelrunner.kernels.norm.rows import rms_norm  # noqa: E402
+from modelrunner.kernels.room import roomy  # noqa: E402
 
 DTYPE = torch.float32 if DRY else torch.bfloat16
 DEVICE = torch.device("cpu" if DRY else "cuda")
@@ -112,7 +113,7 @@ class Bench:
         self.head = [Layer(model.products[4:])] * 2
 
     def inputs(self, p: Product, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        x = torch.randn(rows, p.inner + 64, device=DEVICE).to(DTYPE)[:, 64:]
+        x = roomy((rows, p.inner + 64), DTYPE, DEVICE).normal_()[:, 64:]
         return x, torch.randn(rows, p.outputs, device=DEVICE).to(DTYPE)
 
     def error(self, p: Product, rows: int, config: Config) -> float:

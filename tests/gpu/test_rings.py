@@ -13,6 +13,7 @@ from modelrunner.kernels.linear import launch
 from modelrunner.kernels.linear.launch import Extras
 from modelrunner.kernels.linear.plan import Ring, Stream, Wide
 from modelrunner.kernels.norm.reference import rms_norm
+from modelrunner.kernels.room import roomy, rows_with_room
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 pytestmark = [
@@ -78,6 +79,19 @@ def test_rings(tiles: Ring | Wide, kind: str, rows: int) -> None:
         assert float((got.double() - want).norm() / want.norm()) < 6e-3
         stream = launch.run(Stream(min(tiles.bt, 64), 64, 64, tiles.split, 4, 3), x, weight, extras)
         assert float((got.double() - stream.double()).norm() / want.norm()) < 6e-3
+
+
+@pytest.mark.parametrize("rows", [9, 72, 130])
+@pytest.mark.parametrize("tiles", [*RINGS[1:5:3], *WIDE[::2], Stream(128, 64, 64, 2, 4, 3, 256)], ids=str)
+def test_what_lies_behind_the_rows_is_not_seen(tiles: Ring | Wide | Stream, rows: int) -> None:
+    """Memory up to the tile's end, which is read instead of filled in, is NaN."""
+    memory, weight = roomy((rows, 1024), torch.bfloat16, torch.device("cuda")), noise(512, 1024, scale=0.03)
+    x = memory.copy_(noise(rows, 1024))
+    assert rows_with_room(x, 128) == 128 * -(-rows // 128) or rows == 9
+    for extras in (Extras(), Extras(residual=noise(rows, 512))):
+        got = launch.run(tiles, x, weight, extras)
+        assert torch.equal(got, launch.run(tiles, x.clone(), weight, extras))
+        assert not got.isnan().any()
 
 
 @pytest.mark.parametrize("tiles", [Stream(32, 64, 128, 4, 4, 3), Stream(128, 64, 64, 2, 4, 3, 256)], ids=str)
