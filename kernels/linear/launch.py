@@ -10,7 +10,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from modelrunner.kernels.gluon import require_tried
 from modelrunner.kernels.linear.gemv import gemv_kernel
-from modelrunner.kernels.linear.plan import AnyTiles, Gemv, Ring, Several, Stream, Tiles, Wide
+from modelrunner.kernels.linear.plan import LARGE, LATE_ROWS, AnyTiles, Gemv, Ring, Several, Stream, Tiles, Wide
 from modelrunner.kernels.linear.several import WARP, several_kernel
 from modelrunner.kernels.linear.stream import stream_kernel
 from modelrunner.kernels.linear.tiles import sum_kernel, tile_kernel
@@ -93,7 +93,8 @@ def _run_several(tiles: Several, x: torch.Tensor, weight: torch.Tensor, extras: 
 
 def _run_tiles(tiles: Tiles | Stream | Ring | Wide, x: torch.Tensor, weight: torch.Tensor, extras: Extras) -> torch.Tensor:
     if extras.norm is not None and not (isinstance(tiles, Tiles) and tiles.fused_norm):
-        x, extras = rms_norm(x, extras.norm, extras.eps), replace(extras, norm=None)
+        late = x.shape[0] < LATE_ROWS and weight.numel() >= LARGE
+        x, extras = rms_norm(x, extras.norm, extras.eps, late=late), replace(extras, norm=None)
     out, split = _output(x, weight, extras), tiles.split
     if split == 1:
         _launch(tiles, x, weight, extras, out, None)

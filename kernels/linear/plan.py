@@ -21,6 +21,7 @@ RING = 230_000  # the same for rings,
 REQUESTS = 3  # tiles of weights that a ring asks for at a time
 KEPT_ROWS = range(33, 129)  # whose streams' parts stay in the L2 cache, as those of rings do, but not of wide ones
 RING_ROWS = range(2, 33)  # which pay for so many rows;
+LATE_ROWS = 16  # with fewer, they and streams start once the norm of their input does;
 WIDE_ROWS = range(33, 129)  # for so many, wide ones of gate and up,
 WIDE_MANY = range(241, 257)  # also where they have most of their rows,
 WIDE_FEW = 64  # and up to so many, of other products

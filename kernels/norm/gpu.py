@@ -13,10 +13,11 @@ FIXED: dict[str, Callable[..., Any]] = {"rms_norm": fixed_rms_norm}
 _NUMBERS = {"rows": "i32", "inner": "i32", "x_outer": "i32", "x_inner": "i32", "r_outer": "i32", "r_inner": "i32", "eps": "fp32"}
 
 
-def _build(rows: int, width: int, dtype: str, weight: str, added: bool) -> Build:
+def _build(rows: int, width: int, dtype: str, weight: str, added: bool, late: bool = False) -> Build:
     block, tile, warps = shape(rows, width)
     pointers = {"x_ptr": dtype, "weight_ptr": weight, "out_ptr": dtype} | ({"residual_ptr": dtype, "total_ptr": dtype} if added else {})
-    constants = {"D": width, "BLOCK": block, "ROWS": tile, "PDL": True} | ({} if added else {"residual_ptr": None, "total_ptr": None})
+    constants: dict[str, Any] = {"D": width, "BLOCK": block, "ROWS": tile, "LATE": late, "PDL": True}
+    constants |= {} if added else {"residual_ptr": None, "total_ptr": None}
     divisible = ("x_outer", "x_inner", "r_outer", "r_inner")
     return Build(norm_kernel, {k: f"*{v}" for k, v in pointers.items()} | _NUMBERS, constants, warps, divisible=divisible)
 
@@ -36,3 +37,4 @@ BUILDS: list[Build] = [
         (64, 12288, "fp32", "fp32", False),
     ]
 ]
+BUILDS.append(_build(8, 4096, "bf16", "bf16", False, late=True))

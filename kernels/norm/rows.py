@@ -27,10 +27,13 @@ def scaled(x, rstd, weight, dtype: tl.constexpr):
 @triton.jit(do_not_specialize=["rows"])
 def norm_kernel(
     x_ptr, residual_ptr, weight_ptr, out_ptr, total_ptr, rows, inner, x_outer, x_inner, r_outer, r_inner, eps,
-    D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
+    D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Row r = (r // inner, r % inner) of x lies at r // inner * x_outer + r % inner * x_inner. residual_ptr None: no sum, no total."""
-    if PDL:
+    """Row r = (r // inner, r % inner) of x lies at r // inner * x_outer + r % inner * x_inner. residual_ptr None: no sum, no total.
+
+    LATE: the next launch may start once x is there.
+    """
+    if PDL and not LATE:
         gdc_launch_dependents()
     row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     column = tl.arange(0, BLOCK)[None, :]
@@ -38,6 +41,8 @@ def norm_kernel(
     weight = tl.load(weight_ptr + column, mask=column < D, other=0.0)
     if PDL:
         gdc_wait()
+        if LATE:
+            gdc_launch_dependents()
     x = tl.load(x_ptr + row // inner * x_outer + row % inner * x_inner + column, mask=mask, other=0.0)
     dtype: tl.constexpr = x.dtype
     if residual_ptr is not None:
@@ -62,16 +67,17 @@ def row_strides(x: torch.Tensor) -> tuple[torch.Tensor, int, int, int]:
     return x, 1, x.shape[-1], 0
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, fixed: bool = False) -> torch.Tensor:
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, fixed: bool = False, late: bool = False) -> torch.Tensor:
     """`reference.rms_norm` in one launch. Rows of x [..., D] may be strided, e.g. the heads of a slice of a fused product.
 
-    fixed: in programs of one shape, however many rows there are, so that each row is summed in one order.
+    fixed: in programs of one shape, however many rows there are, so that each row is summed in one order. late: the next launch, which
+    would ask for as many weights as memory brings, may start once x is there: what little x is would have to wait for them.
     """
     if x.shape[-1] > MAX_WIDTH:
         return reference_rms_norm(x, weight, eps)
     out = roomy(x.shape, x.dtype, x.device) if x.dim() == 2 else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     x, inner, outer_stride, inner_stride = row_strides(x)
-    _launch(x, None, weight, out, None, inner, (outer_stride, inner_stride, 0, 0), eps, fixed)
+    _launch(x, None, weight, out, None, inner, (outer_stride, inner_stride, 0, 0), eps, fixed, late)
     return out
 
 
@@ -113,6 +119,7 @@ def _launch(
     strides: tuple[int, int, int, int],
     eps: float,
     fixed: bool = False,
+    late: bool = False,
 ) -> None:
     width = out.shape[-1]
     rows = out.numel() // max(width, 1)
@@ -120,5 +127,6 @@ def _launch(
         return
     block, tile, warps = shape(FIXED_ROWS if fixed else rows, width)
     norm_kernel[(triton.cdiv(rows, tile),)](
-        x, residual, weight.contiguous(), out, total, rows, inner, *strides, eps, D=width, BLOCK=block, ROWS=tile, num_warps=warps, **pdl(x)
-    )
+        x, residual, weight.contiguous(), out, total, rows, inner, *strides, eps,
+        D=width, BLOCK=block, ROWS=tile, LATE=late, num_warps=warps, **pdl(x),
+    )  # fmt: skip

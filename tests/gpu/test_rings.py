@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("triton")
 from modelrunner.kernels.activation.reference import silu_mul
 from modelrunner.kernels.linear import launch
+from modelrunner.kernels.linear.gpu import OVERRIDES
 from modelrunner.kernels.linear.launch import Extras
 from modelrunner.kernels.linear.plan import Ring, Stream, Wide
 from modelrunner.kernels.norm.reference import rms_norm
@@ -122,6 +123,35 @@ def test_a_chain_in_a_graph_is_the_same_each_time(tiles: Ring | Wide) -> None:
         chain()
     torch.cuda.synchronize()
     want, graph = out.clone(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        chain()
+    for _ in range(50):
+        out.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(out, want)
+
+
+@pytest.mark.parametrize("rows", [4, 40])
+def test_norms_between_products_are_the_same_each_time(rows: int) -> None:
+    """Of few rows, products start once their norm does; of more, before it."""
+    weights = [noise(4096, 4096, scale=0.02) for _ in range(8)]
+    x, norm, out = noise(rows, 4096), 1 + noise(4096, scale=0.2), torch.zeros(rows, 4096, dtype=torch.bfloat16, device="cuda")
+
+    def chain(wait: bool = False) -> None:
+        y = x
+        for weight in weights:
+            y = OVERRIDES["norm_matmul"](y, norm, 1e-5, weight)
+            if wait:
+                torch.cuda.synchronize()
+        out.copy_(y)
+
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        chain(wait=True)
+    torch.cuda.synchronize()
+    want = out.clone()
+    assert float(want.norm()) > 0
     with torch.cuda.graph(graph, stream=stream):
         chain()
     for _ in range(50):
