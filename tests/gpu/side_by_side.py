@@ -22,7 +22,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
-LONG = ("test_random_run.py", "test_graphs.py", "test_logprobs.py", "test_deterministic.py")  # begin first
+LONG = (  # begin first
+    "test_drafters.py", "test_rings.py", "test_deterministic.py", "test_graphs.py", "test_b46.py", "test_b35.py", "test_logprobs.py",
+    "test_b20.py", "test_b36.py", "test_random_run.py", "test_b52.py", "test_state.py",
+)  # fmt: skip
 # pyproject.toml says -q
 PYTEST = (sys.executable, "-P", "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "gpu")
 MOST = 9  # tests of a process
