@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Tests and benchmarks on a machine with an NVIDIA GPU, within MINUTES (8).
+# Tests and benchmarks on a machine with an NVIDIA GPU, within MINUTES (8), or LIMIT seconds.
 #
 #   tests/gpu/run.sh                  the parts: tests small startup host sampling large
 #   tests/gpu/run.sh small profile    these parts; profile tells kernels alone, after one short run of each scenario
@@ -31,7 +31,7 @@ mkdir -p "$OUT"
 records=$OUT/bench.jsonl
 : >"$records"
 failed=() taken=()
-end=$((SECONDS + 60 * MINUTES - 10))
+end=$((SECONDS + ${LIMIT:-$((60 * MINUTES))} - 10))
 
 left() { echo $((end - SECONDS)); }
 
