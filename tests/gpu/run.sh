@@ -22,7 +22,8 @@ SCENARIOS=${SCENARIOS:-bs1 bs8 bs32 bs128 wide offline offline@0.6 prefill mixed
 LARGE=${LARGE:-bs1 bs32 bs128 offline prefill}
 PROFILED=${PROFILED-bs1 wide}
 TESTS=${TESTS:-tests/gpu tests/cases tests/model_states tests/conformance}
-WORKERS=${WORKERS:-$(($(nproc) > 3 ? $(nproc) - 1 : 2))}
+CORES=$(env -u OMP_NUM_THREADS nproc) # which else says how many threads that variable allows
+WORKERS=${WORKERS:-$((CORES > 3 ? CORES - 1 : 2))}
 REPEAT=${REPEAT:-3}
 DRY=${DRY:-}
 [ -n "${PYTHON:-}" ] || { [ -x .venv/bin/python ] && PYTHON=.venv/bin/python || PYTHON=python3; }
