@@ -22,6 +22,12 @@ from modelrunner.tap_set import refuse_twice
 from modelrunner.text import Tokenizer
 from modelrunner.weights import WeightMap, load_weights
 
+# Settings of `speculation` that mean something only where another one has this value.
+NEEDED: dict[str, tuple[str, object]] = {
+    "spare_tokens": ("adaptive", True),
+    "typical_threshold": ("acceptance", "typical"),
+    "typical_factor": ("acceptance", "typical"),
+}
 COLUMNS = (Column("num_drafts", torch.int32),)  # drafts that lie behind the known tokens of a row
 
 
@@ -172,7 +178,8 @@ def refuse_unused(settings: RunnerSettings) -> None:
 
 def warn_of_unused(settings: RunnerSettings) -> None:
     """Tell of settings that say how much is drafted, where nothing drafts; not of a model, which is refused, and not where
-    `speculation.drafter` was given as none: then drafting is turned off on purpose."""
+    `speculation.drafter` was given as none: then drafting is turned off on purpose. And where something drafts, of those that another one
+    would have to be set for."""
     given = settings.speculation.model_fields_set
     names = [f"speculation.{name}" for name in type(settings.speculation).model_fields if name in given - {"model"}]
     if names and "drafter" not in given:
@@ -181,6 +188,13 @@ def warn_of_unused(settings: RunnerSettings) -> None:
             "drafter in speculation.drafter (ngram needs no weights), or none there, which says that it is meant so",
             SettingsWarning,
         )
+    for name, (other, value) in NEEDED.items():
+        if name in given and settings.speculation.drafter is not None and getattr(settings.speculation, other) != value:
+            warn_caller(
+                f"speculation.{name}: no effect, since speculation.{other} is {getattr(settings.speculation, other)}; accepted beside it: "
+                f"{value} there",
+                SettingsWarning,
+            )
 
 
 def check(settings: RunnerSettings, name: str, drafter: Drafter, needs: DrafterNeeds, points: tuple[str, ...]) -> None:

@@ -248,6 +248,10 @@ def test_settings_of_drafts_without_a_drafter_are_warned_of() -> None:
         llm()
         llm(speculation={"drafter": None, "num_tokens": 5})
         llm(speculation={"drafter": "ngram", "num_tokens": 5})
+        llm(speculation={"drafter": "ngram", "adaptive": True, "spare_tokens": 9, "acceptance": "typical", "typical_factor": 0.1})
+    for setting, other in (("spare_tokens", "adaptive is False"), ("typical_threshold", "acceptance is exact")):
+        with pytest.warns(SettingsWarning, match=rf"^speculation\.{setting}: no effect, since speculation\.{other}; accepted beside it"):
+            llm(speculation={"drafter": "ngram", setting: 1})
 
 
 def test_a_request_may_ask_for_more_drafts_than_there_are() -> None:
