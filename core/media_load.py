@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 NEEDS_PILLOW = "images need Pillow, which is not installed; pip install 'modelrunner[multimodal]'"
 NEEDS_PYAV = "video files need PyAV, which is not installed; pip install 'modelrunner[multimodal]'"
+FRAME_OPTIONS = ("fps", "timestamps")
 ACCEPTED = {
     IMAGE: "a PIL image, a uint8 array [height, width, 3], the bytes of an image file, a URL, or a path (text or pathlib.Path)",
     "video": "a uint8 array [frames, height, width, 3], a list of PIL images, (one of these, {'fps': 2}), a file's bytes, a URL or a path",
@@ -72,11 +73,18 @@ class Loader:
         options: Mapping[str, Any] = {}
         if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):
             value, options = value
+            if unknown := [key for key in options if key not in FRAME_OPTIONS]:
+                raise RequestError(f"{where}: unknown {shown(unknown[0])} beside its frames; accepted: {', '.join(FRAME_OPTIONS)}")
         fps = frame_rate(options.get("fps", self._settings.video_fps), where)
         if isinstance(value, str | PurePath):
             value = self._fetch(value, where)
         if isinstance(value, bytes | bytearray | memoryview):
             self._check_bytes(len(value), where)
+            if options:
+                raise RequestError(
+                    f"{where}: {', '.join(options)} beside a file; accepted: frames with it, as which frames of a file are taken is for "
+                    "media.video_fps to say"
+                )
             return self._frames_of_file(bytes(value), where)
         if isinstance(value, Sequence) and not isinstance(value, str) and value:
             images = [np.asarray(self.image(each, f"{where}, frame {i}")) for i, each in enumerate(value)]
@@ -255,6 +263,6 @@ def timestamps(given: object, count: int, fps: float, where: str) -> tuple[float
         found = tuple(float(item) for item in given)  # type: ignore[attr-defined]
     except (TypeError, ValueError):
         found = ()
-    if len(found) != count or not all(0 <= item < 1e7 for item in found):
-        raise RequestError(f"{where}: timestamps is {shown(given)}; accepted: {count} numbers of seconds, one for each frame")
+    if len(found) != count or not all(0 <= item < 1e7 for item in found) or list(found) != sorted(found):
+        raise RequestError(f"{where}: timestamps is {shown(given)}; accepted: {count} numbers of seconds, one for each frame, in order")
     return found

@@ -190,6 +190,9 @@ def test_a_video_is_frames_in_any_form() -> None:
     for value, match in (
         ((frames, {"fps": 0}), "fps is 0"),
         ((frames, {"timestamps": [1]}), "accepted: 3 numbers"),
+        ((frames, {"timestamps": [2, 1, 3]}), "one for each frame, in order"),
+        ((frames, {"fps": 1, "frame_rate": 2}), "unknown 'frame_rate' beside its frames; accepted: fps, timestamps"),
+        ((b"a file", {"fps": 1}), "fps beside a file; accepted: frames with it"),
         (b"no video", "cannot be decoded"),
         (np.zeros((300, 4, 4, 3), np.uint8), r"300 frames.*media\.max_frames"),
     ):
