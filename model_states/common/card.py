@@ -9,6 +9,11 @@ from modelrunner.checkpoint import ModelCard
 FULL, SLIDING = "full_attention", "sliding_attention"  # entries of a configuration's `layer_types`
 
 
+def called(card: ModelCard) -> str:
+    """The model's name for messages; that of its file or folder where the settings named none."""
+    return card.name or card.path.name
+
+
 def architecture_of(card: ModelCard) -> str:
     """The transformers class name that the card asks for; empty when it names none."""
     return next(iter(card.config.get("architectures") or card.architectures), "")

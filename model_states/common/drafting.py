@@ -17,6 +17,7 @@ from modelrunner.attention import BoundAttention
 from modelrunner.batch import Batch
 from modelrunner.checkpoint import CheckpointReader, GGUFReader, ModelCard, SafetensorsReader
 from modelrunner.model_state import ModelState
+from modelrunner.model_states.common.card import called
 from modelrunner.model_states.common.layers import Embedding
 from modelrunner.ops import Ops
 from modelrunner.speculation import DraftBuild, Drafter, DraftStep
@@ -71,7 +72,7 @@ class FeatureDrafter(Drafter):
         """Raise ValueError unless the head's hidden size is the target's."""
         if own != self.target.hidden_size:
             raise ValueError(
-                f"drafter {self.source.name} has hidden_size {own}, target {self.target.card.name} has {self.target.hidden_size}; the "
+                f"drafter {self.source.name} has hidden_size {own}, target {called(self.target.card)} has {self.target.hidden_size}; the "
                 "head was made for another model"
             )
 
@@ -79,7 +80,7 @@ class FeatureDrafter(Drafter):
         """Raise ValueError unless the head's vocabulary is as large as the target's."""
         if own != self.target.vocab_size:
             raise ValueError(
-                f"drafter {self.source.name} has a vocabulary of {own} ids, target {self.target.card.name} one of "
+                f"drafter {self.source.name} has a vocabulary of {own} ids, target {called(self.target.card)} one of "
                 f"{self.target.vocab_size}; they must share one"
             )
 

@@ -14,6 +14,7 @@ from modelrunner.attention import BoundAttention
 from modelrunner.batch import Batch
 from modelrunner.checkpoint import ModelCard
 from modelrunner.model_state import FullAttention, ModelState, Needs, No, Yes
+from modelrunner.model_states.common.card import called
 from modelrunner.model_states.common.draft_layers import PREFIX
 from modelrunner.model_states.draft_model.vocabulary import require_same_ids
 from modelrunner.speculation import DraftBuild, Drafter, DrafterNeeds, DraftStep
@@ -47,7 +48,7 @@ class DraftModel(Drafter):
         needs = self.needs
         if needs.vocab_size != self.target.vocab_size:
             raise ValueError(
-                f"draft model {self.own.name} has a vocabulary of {needs.vocab_size} ids, target {self.target.card.name} one of "
+                f"draft model {self.own.name} has a vocabulary of {needs.vocab_size} ids, target {called(self.target.card)} one of "
                 f"{self.target.vocab_size}; they must share one"
             )
         other = [group.name for group in needs.cache_groups if not isinstance(group, FullAttention)]
@@ -69,7 +70,7 @@ class DraftModel(Drafter):
     def build(self, build: DraftBuild) -> nn.Module:
         own = build.own_tokenizer() if build.tokenizer is not None else None
         if build.tokenizer is not None and own is not None:
-            require_same_ids(build.tokenizer, own, self.target.card.name, self.own.name)
+            require_same_ids(build.tokenizer, own, called(self.target.card), self.own.name)
         self.dtype = build.context.dtype
         self.state.module = self.state.build(build.context).eval()
         return self.state.module

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from modelrunner.checkpoint import ModelCard
-from modelrunner.model_states.common.card import architecture_of
+from modelrunner.model_states.common.card import architecture_of, called
 from modelrunner.model_states.common.draft_layers import block_config, with_biases
 from modelrunner.model_states.dense.config import DenseConfig
 
@@ -29,8 +29,9 @@ def mtp_config(card: ModelCard, names: Collection[str]) -> MTPConfig:
     """
     own = [name for name in names if name.startswith(f"{SOURCE}.")]
     if names and not own:
-        name = card.name or card.path.name
-        raise ValueError(f"{name}: none of its {len(names)} tensors is called {SOURCE}.*; it has no module for multi-token prediction")
+        raise ValueError(
+            f"{called(card)}: none of its {len(names)} tensors is called {SOURCE}.*; it has no module for multi-token prediction"
+        )
     layer = block_config(card, architecture_of(card), num_hidden_layers=1, sliding_window=None, layer_types=None)
     return MTPConfig(
         layer=with_biases(layer, own) if own else layer,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -9,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from modelrunner.checkpoint import ModelCard
 from modelrunner.errors import CheckpointError
 from modelrunner.model_states import draft_model, eagle, eagle3, medusa, mtp
+from modelrunner.model_states.common.card import called
 from modelrunner.model_states.draft_model.vocabulary import require_same_ids
 from modelrunner.model_states.eagle3.config import fused_layers
 from modelrunner.offers import Decline
@@ -153,3 +156,9 @@ def test_ids_are_compared_as_text_where_a_tokenizer_says_no_bytes() -> None:
 
     with pytest.raises(ValueError, match=r"id 10 is '\\x07' in the target's tokenizer and '\\x08' in the drafter's"):
         require_same_ids(ByteTokenizer(), Textual(), "a", "b")  # type: ignore[arg-type]
+
+
+def test_a_target_that_nobody_named_has_its_files_name() -> None:
+    card = ModelCard("", Path("/models/small.gguf"), "gguf", (), "llama")
+    assert called(card) == "small.gguf"
+    assert called(replace(card, name="org/small")) == "org/small"
