@@ -26,7 +26,7 @@ from modelrunner.graphs import capture_problem, decode_buckets, token_buckets, u
 from modelrunner.guides import COLUMN, Guides
 from modelrunner.media_setup import FIRST_EMBEDDINGS, MediaParts, open_media
 from modelrunner.media_steps import DELTA
-from modelrunner.model_state import CacheGroup, ModelState, Needs, No, Yes, required_features
+from modelrunner.model_state import CacheGroup, ModelState, Needs, No, Yes, answer_of, required_features
 from modelrunner.observers import Observer
 from modelrunner.ops import Ops, Registry
 from modelrunner.page_pool import GroupLayout, page_layout
@@ -102,7 +102,7 @@ class Opened:
     def info(self) -> ModelInfo:
         """The model as plugins of taps and processors are told of it."""
         needs = self.needs
-        tap_points = needs.tap_points if isinstance(self.state.supports("taps"), Yes) else ()
+        tap_points = needs.tap_points if isinstance(answer_of(self.state, "taps"), Yes) else ()
         sizes = (needs.hidden_size, needs.vocab_size, self.max_model_len)
         return ModelInfo(self.card, self.settings, tap_points, *sizes, self.dtype, self.device.torch_device)
 
@@ -276,7 +276,7 @@ def checked_needs(state: ModelState, card: ModelCard, settings: RunnerSettings) 
     needs = declared(state, card, settings)
     if seated := [column.name for column in needs.columns if column.seats is not None]:
         raise ValueError(f"columns {seated} are seated; only sampler stages have seats to give, a model state declares plain columns")
-    refused = {feature: answer.reason for feature in required_features(settings) if isinstance(answer := state.supports(feature), No)}
+    refused = {feature: answer.reason for feature in required_features(settings) if isinstance(answer := answer_of(state, feature), No)}
     if refused:
         listing = "; ".join(f"{feature}: {reason}" for feature, reason in refused.items())
         raise PluginError(f"{type(state).__name__} cannot do what the settings turn on: {listing}. Turn it off, or pin another model state")

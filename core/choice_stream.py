@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING
 
 from modelrunner.choices import Told, choices_of
@@ -20,6 +21,8 @@ class ChoiceStream:
 
     def __init__(self, link: EngineLink, request: Request, tokenizer: Tokenizer | None) -> None:
         """Sends the requests. Raises what `EngineLink.open` raises; none is open then."""
+        link.claim(request.id, self)
+        self._give_up = partial(link.give_up, request.id, self)
         self._arrived = asyncio.Event()
         self._told = Told(request)
         self._ready: deque[RequestOutput] = deque()
@@ -42,10 +45,13 @@ class ChoiceStream:
             if (output := self._told.output()) is not None:
                 self._ready.append(output)
             if self._ready:
-                return self._ready.popleft()
+                if (oldest := self._ready.popleft()).finished:
+                    self._give_up()
+                return oldest
             await self._arrived.wait()
 
     def release(self, link: EngineLink) -> None:
         """Nobody waits for this any more."""
+        self._give_up()
         for stream in self._streams:
             link.release(stream)

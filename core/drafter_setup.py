@@ -13,7 +13,7 @@ from modelrunner.choosing import Chooser, blaming, build_context, expect, open_c
 from modelrunner.device import Device
 from modelrunner.draft_policy import DraftPolicy
 from modelrunner.errors import ModelRunnerError, PluginError, SettingsError, SettingsWarning, warn_caller
-from modelrunner.model_state import CacheGroup, FullAttention, ModelState, Needs, No, Yes, required_features
+from modelrunner.model_state import CacheGroup, FullAttention, ModelState, Needs, No, Yes, answer_of, required_features
 from modelrunner.ops import Ops
 from modelrunner.request_table import Column
 from modelrunner.settings import RunnerSettings
@@ -141,7 +141,7 @@ def target_model(own: Chooser, card: ModelCard, state: ModelState, needs: Needs,
         found: type[ModelState] = own("model_state", card=card, settings=own.settings)
         return found
 
-    points = needs.tap_points if isinstance(state.supports("taps"), Yes) else ()
+    points = needs.tap_points if isinstance(answer_of(state, "taps"), Yes) else ()
     return TargetModel(card, needs.hidden_size, needs.vocab_size, max_model_len, points, state_for)
 
 
@@ -211,7 +211,7 @@ def check(settings: RunnerSettings, name: str, drafter: Drafter, needs: DrafterN
         raise PluginError(f"drafter {name} declares the seated columns {seated}; a drafter declares plain ones")
     if missing := [point for point in needs.tap_points if point not in points]:
         raise PluginError(f"drafter {name} wants hidden states at {missing}; the model has the tap points {list(points)}")
-    refused = {feature: a.reason for feature in required_features(settings) if isinstance(a := drafter.supports(feature), No)}
+    refused = {feature: a.reason for feature in required_features(settings) if isinstance(a := answer_of(drafter, feature), No)}
     if refused:
         listing = "; ".join(f"{feature}: {reason}" for feature, reason in refused.items())
         raise PluginError(f"drafter {name} cannot do what the settings turn on: {listing}. Turn it off, or take another drafter")

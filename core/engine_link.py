@@ -40,6 +40,10 @@ RECONNECT_MS = 20
 GRACE_SECONDS = 10.0
 
 
+def in_use(request_id: str) -> errors.RequestError:
+    return errors.RequestError(f"request id {request_id!r} is in use by an unfinished request; choose another")
+
+
 class EngineLink:
     """Starts an engine process at once; `wait_ready` waits until it takes requests. Thread-safe.
 
@@ -58,6 +62,7 @@ class EngineLink:
         self._ready: Ready | None = None
         self._settled = threading.Event()  # ready, or failed
         self._cause: Exception | None = None  # what the process said of its end
+        self._owners: dict[str, object] = {}  # of ids whose requests are several at the engine, under other ids
         self._closing = False
         self._process: subprocess.Popen[bytes] | None = None
         self._folder = Path(tempfile.mkdtemp(prefix="modelrunner-"))  # only for this user: whoever can open the sockets can use the engine
@@ -98,9 +103,14 @@ class EngineLink:
 
         Raises RequestError for parameters that cannot be sent to another process.
         """
+        if not name and request.id in self._owners:
+            raise in_use(request.id)
         stream = RequestStream(next(self._numbers), request, tokenizer, name, arrived)
         try:
             data = encode(stream.command())
+        except UnicodeEncodeError as error:
+            text = f"half of a surrogate pair (U+{ord(error.object[error.start]):04X})"
+            raise errors.RequestError(f"request: a text in it has {text}; accepted: text that UTF-8 can encode") from None
         except (TypeError, OverflowError) as error:
             raise errors.RequestError(f"sampling_params: {error}") from None
         with self._lock:
@@ -110,6 +120,19 @@ class EngineLink:
             self._streams[stream.number] = stream
             self._commands.send(data)
         return stream
+
+    def claim(self, request_id: str, owner: object) -> None:
+        """Keep an id for a request that is several at the engine. Raises RequestError if it is in use."""
+        with self._lock:
+            if request_id in self._owners or any(stream.name == request_id for stream in self._streams.values()):
+                raise in_use(request_id)
+            self._owners[request_id] = owner
+
+    def give_up(self, request_id: str, owner: object) -> None:
+        """The end of `claim`; again is nothing."""
+        with self._lock:
+            if self._owners.get(request_id) is owner:
+                del self._owners[request_id]
 
     def abort(self, request_id: str) -> None:
         """End a request of this id, if there is one; its last output follows."""
@@ -255,10 +278,10 @@ class EngineLink:
                 stream.learn(facts)
         ending = {ended.number for ended in turn.ended}
         start = 0
-        for number, size, extra in zip(turn.numbers, turn.counts, turn.extra, strict=True):
+        for place, (number, size, extra) in enumerate(zip(turn.numbers, turn.counts, turn.extra, strict=True)):
             tokens, start = turn.tokens[start : start + size], start + size
             if (stream := self._streams.get(number)) is not None:
-                stream.take_logprobs(turn.logprobs.get(number), turn.prompt_logprobs.get(number))
+                stream.take_logprobs(turn.logprobs.get(place), turn.prompt_logprobs.pop(number, None))
                 items += self._outputs(stream, partial(stream.feed, tokens, extra, number in ending))
         for ended in turn.ended:
             if (stream := self._streams.pop(ended.number, None)) is not None:

@@ -250,12 +250,12 @@ class EngineLoop:
         """Put an engine's output, which holds what is new, into the message."""
         number, completion, turn = self._numbers[output.request_id], output.outputs[0], self._turn
         if count := len(completion.token_ids):
+            if completion.logprobs is not None:
+                turn.logprobs[len(turn.numbers)] = completion.logprobs
             turn.numbers.append(number)
             turn.counts.append(count)
             turn.tokens.extend(completion.token_ids)
             turn.extra.append(dict(completion.extra))
-            if completion.logprobs is not None:
-                turn.logprobs[number] = completion.logprobs
         if output.prompt_logprobs is not None:
             turn.prompt_logprobs[number] = output.prompt_logprobs
         metrics = output.metrics

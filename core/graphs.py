@@ -20,7 +20,7 @@ from modelrunner.attention import AttentionBackend
 from modelrunner.batch import EDITED, MASKED, Feature, Plan, as_built
 from modelrunner.device import Device
 from modelrunner.draft_policy import DraftPolicy
-from modelrunner.model_state import ModelState, Needs, No
+from modelrunner.model_state import ModelState, Needs, No, answer_of
 from modelrunner.step_buffers import LONGEST, Buckets, Shape
 
 KINDS = (Feature.GREEDY, Feature.PLAIN)  # tails of decode steps captured at start-up; others on their second use
@@ -99,7 +99,7 @@ def capture_problem(eager: bool, device: Device, state: ModelState, needs: Needs
         return f"device {device.name!r} captures no graphs"
     if needs.capture == "none":
         return f"{type(state).__name__}: {needs.capture_reason}"
-    if isinstance(answer := state.supports("graphs"), No):
+    if isinstance(answer := answer_of(state, "graphs"), No):
         return f"{type(state).__name__}: {answer.reason}"
     return uncapturable(backends)
 

@@ -13,7 +13,7 @@ from modelrunner.encoding import Encoding
 from modelrunner.errors import PluginError
 from modelrunner.media import MediaItem, MediaProcessor
 from modelrunner.media_front import MediaFacts, MediaFront
-from modelrunner.model_state import No
+from modelrunner.model_state import No, answer_of
 from modelrunner.no_media import NoMedia
 
 if TYPE_CHECKING:
@@ -79,10 +79,10 @@ def media_facts(state: ModelState, needs: Needs, settings: RunnerSettings, dtype
     name, problem = type(state).__name__, ""
     if needs.media is None:
         problem = f"the model takes text only: its ModelState, {name}, declares no media"
-    elif isinstance(answer := state.supports("multimodal"), No):
+    elif isinstance(answer := answer_of(state, "multimodal"), No):
         problem = f"{name} takes no media: {answer.reason}"
     embeds = "" if settings.media.prompt_embeds else "embeddings as prompts are off; set media.prompt_embeds=true"
-    if not embeds and isinstance(answer := state.supports("prompt_embeds"), No):
+    if not embeds and isinstance(answer := answer_of(state, "prompt_embeds"), No):
         raise PluginError(f"media.prompt_embeds is set, but {name} cannot do that: {answer.reason}")
     return MediaFacts(problem, embeds, needs.hidden_size, dtype, 1 if needs.media is None else needs.media.position_rows)
 

@@ -201,9 +201,10 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
 class Turn(_Message):
     """What a turn of the engine's loop brought, for all requests together.
 
-    numbers, counts: requests with new tokens, and how many each. tokens: all of these, one request after the other. extra: for each of
-    `numbers`, what its taps report: name -> array, an entry per new token. logprobs: number -> [new tokens, words] int32 of its records,
-    for those that ask. prompt_logprobs: the same of a prompt's tokens, once. See `logprobs.PackedLogprobs`.
+    numbers, counts: requests with new tokens, and how many each; a turn of several outputs may name one more than once. tokens: all of
+    these, one after the other. extra: for each of `numbers`, what its taps report: name -> array, an entry per new token. logprobs: place
+    in `numbers` -> [new tokens, words] int32 of the records, for those that ask. prompt_logprobs: request number -> the same of a prompt's
+    tokens, once. See `logprobs.PackedLogprobs`.
     """
 
     stats: EngineStats

@@ -12,12 +12,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import nn
 
 from modelrunner.cache_groups import CacheGroup, FullAttention, RecurrentState, SlidingWindow
+from modelrunner.errors import PluginError
 from modelrunner.request_table import Column
 
 if TYPE_CHECKING:
@@ -84,6 +85,16 @@ class Needs:
     media: MediaNeeds | None = None
 
     def __post_init__(self) -> None:
+        for field_name in ("cache_groups", "columns", "buffers", "tap_points", "results"):
+            value = getattr(self, field_name)
+            if not isinstance(value, (tuple, list)):
+                raise TypeError(f"Needs: {field_name} is {value!r}; a tuple is needed, also of one, e.g. (one,)")
+        for field_name in ("hidden_size", "vocab_size", "max_model_len"):
+            value = getattr(self, field_name)
+            if not isinstance(value, int) or value < 1:
+                raise TypeError(f"Needs: {field_name} is {value!r}; a whole number above 0 is needed")
+        if self.capture not in ("full", "none"):
+            raise ValueError(f"Needs: capture is {self.capture!r}; accepted are 'full' and 'none'")
         names = [group.name for group in self.cache_groups]
         if len(set(names)) < len(names) or any(len(set(group.layers)) < len(group.layers) for group in self.cache_groups):
             listing = [(group.name, group.layers) for group in self.cache_groups]
@@ -102,6 +113,19 @@ class No:
     """The feature does not work, and why."""
 
     reason: str
+
+
+class Supports(Protocol):
+    def supports(self, feature: str) -> Yes | No: ...
+
+
+def answer_of(owner: Supports, feature: str) -> Yes | No:
+    """What `owner.supports` says of a feature. Raises PluginError unless that is Yes() or No(reason): None could be taken for either."""
+    answer: object = owner.supports(feature)
+    if isinstance(answer, Yes | No):
+        return answer
+    got = answer.__name__ if isinstance(answer, type) else repr(answer)
+    raise PluginError(f"{type(owner).__name__}.supports({feature!r}) returned {got}; Yes() or No('why not') is needed")
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,10 @@ class Decline:
     reason: str
     accepts: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        if isinstance(self.accepts, str):
+            raise TypeError(f"Decline: accepts is {self.accepts!r}; a tuple of names is needed, e.g. ({self.accepts!r},)")
+
 
 Answer = Offer[Any] | Decline | Sequence[Offer[Any] | Decline] | None
 """What a component hook may return. A plugin that supplies several components of one kind answers with a sequence."""

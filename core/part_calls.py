@@ -6,9 +6,9 @@ import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from modelrunner.errors import PluginWarning, RequestError
+from modelrunner.errors import PluginError, PluginWarning, RequestError
 from modelrunner.media_steps import DELTA
-from modelrunner.model_state import No
+from modelrunner.model_state import No, answer_of
 from modelrunner.request import Request
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class PartCalls:
         parts.sampler.check(request, parts.settings)
         request.features = int(parts.sampler.features(request.params))
         if request.params.prompt_logprobs is not None:
-            answer = parts.state.supports("prompt_logprobs")
+            answer = answer_of(parts.state, "prompt_logprobs")
             if isinstance(answer, No):
                 raise RequestError(f"prompt_logprobs: {type(parts.state).__name__} gives none: {answer.reason}")
         parts.taps.admit(request)
@@ -57,8 +57,13 @@ class PartCalls:
 
     def admit(self, row: int, request: Request, resumed: bool) -> Mapping[str, Any]:
         """Further ones, when it gets `row`. resumed: it had a row before."""
-        state = self._assembly.state
-        values = state.resume_row(row, request) if resumed else state.add_row(row, request)
+        state, method = self._assembly.state, "resume_row" if resumed else "add_row"
+        try:
+            values: object = getattr(state, method)(row, request)
+        except Exception as error:
+            raise PluginError(f"{type(state).__name__}.{method} raised {type(error).__name__}: {error}") from error
+        if not isinstance(values, Mapping):
+            raise PluginError(f"{type(state).__name__}.{method} returned {values!r}; a mapping of column values is needed, {{}} for none")
         return {**values, **self._assembly.guides.row_values(request)}
 
     def remove(self, row: int, request: Request) -> None:

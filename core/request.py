@@ -293,7 +293,11 @@ def word_ids(words: Sequence[str | tuple[int, ...]], tokenizer: Tokenizer | None
             raise RequestError("bad_words: got text, and there is no tokenizer (skip_tokenizer_init=True); accepted: lists of token ids")
         bare = word.lstrip(" ")
         for form in (bare, f" {bare}"):
-            if ids := tuple(tokenizer.encode(form, add_special_tokens=False)):
+            try:
+                ids = tuple(tokenizer.encode(form, add_special_tokens=False))
+            except (UnicodeEncodeError, TypeError) as error:
+                raise RequestError(f"bad_words: {word!r} cannot be encoded ({error}); accepted: text that UTF-8 can encode") from error
+            if ids:
                 found[ids] = None
     return tuple(found)
 

@@ -23,6 +23,7 @@ INT32_MAX = 2**31 - 1
 FLOAT32_MAX = 3.4028234e38
 MAX_BIAS = 100.0
 MAX_CHOICES = 1024
+MOST_TOKENS = 2**31 - 1  # more are as many
 SHOWN_CHARACTERS = 60
 
 
@@ -117,7 +118,7 @@ def _max_tokens(value: object) -> int | None:
         return None
     number = as_int(value)
     _require(number >= 1)
-    return number
+    return min(number, MOST_TOKENS)
 
 
 def _stop(value: object) -> tuple[str, ...]:
@@ -171,7 +172,7 @@ def _logprobs(value: object) -> int | None:
 def _min_tokens(value: object) -> int:
     number = as_int(value)
     _require(number >= 0)
-    return number
+    return min(number, MOST_TOKENS)
 
 
 def _logit_bias(value: object) -> dict[int, float] | None:

@@ -217,7 +217,9 @@ class StepWork:
             tap = self.drafting.tapping(tap, batch.num_tokens)
         for bound in attention.values():
             bound.begin()
-        state.embed(batch, hidden)
+        written: object = state.embed(batch, hidden)
+        if self.warming_up and written is not None and written is not hidden:
+            raise TypeError(f"{type(state).__name__}.embed returned a {type(written).__name__}; it is to write into `out` and return None")
         given: torch.Tensor = batch.positions
         more: dict[str, Any] = {}
         if self.media is not None:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from modelrunner.batch import Feature, Finish, Outcome, Record
-from modelrunner.errors import PluginError, RequestError
+from modelrunner.errors import ModelRunnerError, PluginError, RequestError
 from modelrunner.request_table import NUMPY_DTYPES, Column
 from modelrunner.taps import Result, Tap, digest
 
@@ -61,6 +61,28 @@ class Field:
         return slice(self.start, self.start + size)
 
 
+def applied(tap: Tap, point: str, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """What `tap.apply` gives. Raises PluginError that names the tap for what it raises, and for what is no [T, H] or, of a tap that does
+    not edit, other than it was given: its requests share cached prefixes with all others."""
+    try:
+        given = tap.apply(point, hidden, batch)
+    except (ModelRunnerError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise PluginError(f"tap {tap.name!r} failed at {point!r}: {type(error).__name__}: {error}") from error
+    if given is hidden:
+        return given
+    if not tap.edits:
+        raise PluginError(
+            f"tap {tap.name!r}, which has edits = False, returned something else than the hidden states that it was given at {point!r}; "
+            "return these, or set edits = True: then its requests share no cached prefix with others"
+        )
+    if not isinstance(given, torch.Tensor) or given.shape != hidden.shape or given.dtype != hidden.dtype:
+        got = f"{list(given.shape)} {given.dtype}" if isinstance(given, torch.Tensor) else repr(given)
+        raise PluginError(f"tap {tap.name!r} returned {got} at {point!r}; {list(hidden.shape)} {hidden.dtype} is needed")
+    return given
+
+
 class ActiveTaps:
     """The taps that some row of a step asks for. points: tap point -> the taps to call there, in loading order."""
 
@@ -81,7 +103,7 @@ class ActiveTaps:
 
         def call(point: str, hidden: torch.Tensor) -> torch.Tensor:
             for tap in self.points.get(point, ()):
-                hidden = tap.apply(point, hidden, batch)
+                hidden = applied(tap, point, hidden, batch)
             return hidden
 
         return call

@@ -55,6 +55,8 @@ class WeightMap:
     optional: frozenset[str] = field(default_factory=frozenset)
 
     def __post_init__(self) -> None:
+        if isinstance(self.ignored, str):
+            raise TypeError(f"weight map: ignored is {self.ignored!r}; a tuple of names is needed, e.g. ({self.ignored!r},)")
         for name, targets in self.names.items():
             if not isinstance(targets, (tuple, list)) or not all(isinstance(target, Target) for target in targets):
                 raise TypeError(f"weight map, {name!r}: got {targets!r}; a tuple of Targets is needed, e.g. (Target('path.in.module'),)")
@@ -185,6 +187,7 @@ def load_tensors(
     missing = set(weight_map.names) - weight_map.optional
     unexpected: list[str] = []
     misfits: list[str] = []
+    filled: dict[Slot, str] = {}  # by which tensor
     hidden = None if progress is None else not progress  # None: tqdm asks whether it writes to a terminal
     with tqdm(total=len(weight_map.names), desc="Loading weights", unit="tensor", disable=hidden) as bar:
         for name, tensor in tensors:
@@ -194,7 +197,10 @@ def load_tensors(
             for target in weight_map.names.get(name, ()):
                 try:
                     store(module, target, tensor, writing)
-                    unfilled -= filled_by(module, target)
+                    for slot in filled_by(module, target):
+                        unfilled.discard(slot)
+                        if (other := filled.setdefault(slot, name)) != name:
+                            misfits.append(f"{name} -> {target.path}: {other} fills the same {slot[2]} (part {slot[1]})")
                 except (ValueError, RuntimeError, AttributeError) as error:
                     misfits.append(f"{name} -> {target.path}: {error}")
             del tensor  # before the next one is read

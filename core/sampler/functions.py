@@ -68,6 +68,7 @@ class Functions(Stage):
             try:
                 changed = function(tokens[:start], tokens[start:], changed.clone())
                 problem = result_problem(changed, logits)
+                changed = changed if problem else changed.to(logits)
             except Exception as error:
                 problem = f"it raised {type(error).__name__}: {error}"
             if problem:
@@ -90,4 +91,6 @@ def result_problem(changed: Any, logits: torch.Tensor) -> str:
         return f"it returned {kind_of(changed)}; a tensor is needed"
     if changed.shape != logits.shape or not changed.is_floating_point():
         return f"it returned {list(changed.shape)} {changed.dtype}; {list(logits.shape)} of a float type is needed"
+    if changed.layout != torch.strided or changed.is_meta:
+        return f"it returned a tensor of layout {changed.layout} on {changed.device}; a dense one with data is needed"
     return ""

@@ -27,7 +27,9 @@ class MinTokens(EditStage):
         return (Column("min_total", torch.int32),)
 
     def row_values(self, request: Request) -> Mapping[str, int]:
-        return {"min_total": len(request.prompt_token_ids) + request.params.min_tokens} if request.params.min_tokens else {}
+        if not request.params.min_tokens:
+            return {}
+        return {"min_total": min(len(request.prompt_token_ids) + request.params.min_tokens, request.limit)}
 
     def features(self, params: SamplingParams) -> Feature:
         return self.feature if params.min_tokens else Feature.GREEDY

@@ -15,7 +15,7 @@ from modelrunner.batch import Batch
 from modelrunner.checkpoint import ModelCard
 from modelrunner.engine import Engine
 from modelrunner.errors import EngineError, PluginError
-from modelrunner.model_state import CacheGroup, Needs, No, StaticBuffer, Yes
+from modelrunner.model_state import CacheGroup, FullAttention, Needs, No, StaticBuffer, Yes
 from modelrunner.request import Request, SamplingParams
 from modelrunner.request_table import Column
 from modelrunner.settings import RunnerSettings
@@ -136,7 +136,10 @@ def test_a_state_that_refuses_a_row_ends_that_request_only(method: str) -> None:
     state.fail = method
     driver.finish()
     result = driver.result("a")
-    assert (result.finish_reason, result.stop_reason) == ("error", f"RuntimeError: {method} was told to fail")
+    assert (result.finish_reason, result.stop_reason) == (
+        "error",
+        f"PluginError: Watched.{method} raised RuntimeError: {method} was told to fail",
+    )
     assert list(driver.result("other").token_ids) == expected(P(7, 1))
     probe.assert_clean()
 
@@ -263,3 +266,39 @@ def test_a_name_that_nobody_offers_is_told_with_its_setting(setting: str, messag
     """The message used to name pin.device, which nobody had set."""
     with pytest.raises(PluginError, match=message):
         Engine({"model": MODEL_NAME, setting: "nope"}, plugins=[ScriptedPlugin(mixed())])
+
+
+def opened(**methods: Any) -> Engine:
+    plugin = ScriptedPlugin(mixed())
+    plugin.state = type("Odd", (plugin.state,), methods)
+    return Engine({"model": {"name": MODEL_NAME}} | options(), plugins=[plugin])
+
+
+@pytest.mark.parametrize("answer", [None, False, "no", No])
+def test_whether_a_feature_works_is_said_by_yes_or_no(answer: object) -> None:
+    got = "No" if answer is No else repr(answer)
+    with pytest.raises(PluginError, match=rf"Odd\.supports\('\w+'\) returned {got}; Yes\(\) or No\('why not'\) is needed"):
+        opened(supports=lambda state, feature: answer)
+
+
+def test_embeddings_are_written_not_returned() -> None:
+    with pytest.raises(PluginError, match=r"Odd\.embed returned a Tensor; it is to write into `out` and return None"):
+        opened(embed=lambda state, batch, out: torch.zeros_like(out))
+    opened(embed=lambda state, batch, out: ScriptedState.embed(state, batch, out) or out)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"capture": "None"}, "capture is 'None'; accepted are 'full' and 'none'"),
+        ({"tap_points": "layer.0"}, "tap_points is 'layer.0'; a tuple is needed"),
+        ({"cache_groups": FullAttention("full", (0,), 2, 1, 8, scale=1.0)}, r"cache_groups is FullAttention\(.*; a tuple is needed"),
+        ({"max_model_len": None}, "max_model_len is None; a whole number above 0 is needed"),
+        ({"hidden_size": 0}, "hidden_size is 0; a whole number above 0 is needed"),
+    ],
+)
+def test_what_needs_cannot_be(fields: dict[str, Any], message: str) -> None:
+    values: dict[str, Any] = {"cache_groups": (), "hidden_size": 8, "vocab_size": 9, "max_model_len": 10}
+    Needs(**values)
+    with pytest.raises((TypeError, ValueError), match=message):
+        Needs(**values | fields)

@@ -140,9 +140,23 @@ class WrongNames(Positions):
         return {"position": batch.rows}
 
 
+class Touches(Tap):
+    name, points = "touches", ("layer.0",)
+
+    def __init__(self, answer: Any, edits: bool = True) -> None:
+        self.answer, self.edits = answer, edits
+
+    def apply(self, point: str, hidden: torch.Tensor, batch: Batch) -> Any:
+        return self.answer(hidden)
+
+
 @pytest.mark.parametrize(
     ("taps", "message"),
     [
+        ([Touches(lambda hidden: None)], r"tap 'touches' returned None at 'layer\.0'; \[\d+, 64\] torch\.float32 is needed"),
+        ([Touches(lambda hidden: hidden[:, :3])], r"tap 'touches' returned \[\d+, 3\] torch\.float32 at 'layer\.0'"),
+        ([Touches(lambda hidden: {}["x"])], "tap 'touches' failed at 'layer.0': "),
+        ([Touches(lambda hidden: hidden * 2, edits=False)], "tap 'touches', which has edits = False, returned something else than"),
         ([Nameless()], "brings a tap without a name"),
         ([Positions(), Positions()], "both bring tap 'positions'"),
         ([WrongShape()], r"tap 'positions' gave output 'row' as \[1, 3\] torch.float32; it declares \[1, 1\] torch.int32"),

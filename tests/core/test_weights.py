@@ -11,6 +11,7 @@ from torch import nn
 
 from modelrunner.errors import CheckpointError
 from modelrunner.linear import LinearFactory, PlainScheme
+from modelrunner.offers import Decline
 from modelrunner.weights import Target, WeightMap, fill_dummy, load_tensors, slots
 
 OPS = SimpleNamespace(matmul=torch.nn.functional.linear, matmul_add=lambda x, weight, residual: residual + x @ weight.T)
@@ -101,6 +102,19 @@ def test_parameters_that_nobody_fills():
     short = WeightMap({name: MAP.names[name] for name in ("embed", "a", "b", "a.bias")})
     with pytest.raises(CheckpointError, match=r"lacking, for these parameters: fused \(bias, part 1\)"):
         load_tensors(module, short, tensors(**{"b.bias": None}).items(), progress=False)
+
+
+def test_two_tensors_for_one_part():
+    mapping = WeightMap({**MAP.names, "c": (Target("fused", 1),)})
+    with pytest.raises(CheckpointError, match=r"c -> fused: b fills the same weight \(part 1\)"):
+        load_tensors(Small(), mapping, tensors(c=torch.zeros(4, 3)).items(), progress=False)
+
+
+def test_names_that_are_one_text():
+    with pytest.raises(TypeError, match=r"ignored is 'rotary\.\*'; a tuple of names is needed, e\.g\. \('rotary\.\*',\)"):
+        WeightMap(MAP.names, ignored="rotary.*")
+    with pytest.raises(TypeError, match=r"accepts is 'Acme'; a tuple of names is needed"):
+        Decline("only this", accepts="Acme")
 
 
 def test_bias_that_the_layer_lacks():

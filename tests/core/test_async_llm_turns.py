@@ -1,0 +1,105 @@
+"""Turns of the engine's loop that hold several outputs of one request: what is said of its tokens stays with them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from engine_world import last, outputs, run, start
+
+from modelrunner import AsyncLLM, SamplingParams
+from modelrunner.errors import RequestError
+from modelrunner.request import OutputKind
+from modelrunner.testing import P
+
+GREEDY = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+
+
+async def told(llm: AsyncLLM, seed: int) -> tuple[int, int, int]:
+    """Tokens of one request, how many of them come first in their log-probs, and entries of its prompt's."""
+    params = GREEDY.model_copy(update={"logprobs": 1, "prompt_logprobs": 0, "output_kind": OutputKind.DELTA})
+    ids: list[int] = []
+    first: list[int] = []
+    prompt = 0
+    async for output in llm.generate(P(20, seed), params):
+        ids += output.outputs[0].token_ids
+        first += [next(iter(each)) for each in output.outputs[0].logprobs or ()]
+        prompt = len(output.prompt_logprobs or ()) or prompt
+    return len(ids), sum(one == other for one, other in zip(ids, first, strict=True)), prompt
+
+
+async def reuse(llm: AsyncLLM) -> None:
+    for _ in range(6):
+        generator = llm.generate(P(5, 9), GREEDY, "again")
+        await anext(generator)
+        await generator.aclose()
+
+
+async def rest(llm: AsyncLLM) -> None:
+    for _ in range(3):
+        await asyncio.sleep(0.01)
+        await llm.sleep()
+        await llm.wake_up()
+
+
+@pytest.mark.parametrize(
+    ("beside", "engine"),
+    [(reuse, {"rows": 8, "pages": 64}), (rest, {"rows": 8, "pages": 64, "depth": 3}), (None, {"depth": 3, "pages": 9})],
+    ids=["an id is used again", "sleep", "preemption"],
+)
+def test_logprobs_belong_to_their_tokens(beside: Any, engine: dict[str, Any]) -> None:
+    llm = start(**engine)
+
+    async def go() -> list[tuple[int, int, int]]:
+        other = None if beside is None else asyncio.ensure_future(beside(llm))
+        found = await asyncio.gather(*(told(llm, seed) for seed in range(3)))
+        if other is not None:
+            await other
+        return list(found)
+
+    try:
+        assert run(go()) == [(60, 60, 20)] * 3
+        assert beside is not None or llm.stats().preemptions > 0
+    finally:
+        llm.close()
+
+
+def test_what_cannot_be_sent_is_refused_and_large_numbers_can() -> None:
+    llm = start(rows=2, pages=64)
+    try:
+        half = r"half of a surrogate pair \(U\+D800\); accepted: text that UTF-8 can encode"
+        with pytest.raises(RequestError, match=half):
+            run(outputs(llm, {"prompt_token_ids": P(5, 1), "cache_salt": "\ud800"}, GREEDY))
+        with pytest.raises(RequestError, match=half):
+            run(outputs(llm, P(5, 1), GREEDY, request_id="\ud800"))
+        with pytest.raises(RequestError, match=r"bad_words: '\\ud800' cannot be encoded"):
+            run(outputs(llm, P(5, 1), SamplingParams(bad_words=["\ud800"])))
+        for params in (SamplingParams(temperature=0, max_tokens=10**30), SamplingParams(temperature=0, min_tokens=10**30, max_tokens=None)):
+            assert run(last(llm, P(5, 1), params)).outputs[0].finish_reason in ("stop", "length")
+    finally:
+        llm.close()
+
+
+@pytest.mark.parametrize(("first", "second"), [(2, 1), (1, 2), (2, 2)])
+def test_an_id_of_several_choices_is_in_use_until_their_end(first: int, second: int) -> None:
+    llm = start(rows=8, pages=64)
+
+    async def go() -> None:
+        owner = llm.generate(P(9, 1), GREEDY.model_copy(update={"n": first, "temperature": 1.0, "seed": 1}), "taken")
+        await anext(owner)
+        other = GREEDY.model_copy(update={"n": second, "temperature": 1.0, "seed": 2})
+        with pytest.raises(RequestError, match="request id 'taken' is in use by an unfinished request; choose another"):
+            await last(llm, P(9, 2), other, request_id="taken")
+        *_, end = [output async for output in owner]
+        assert [len(each.token_ids) for each in end.outputs] == [60] * first
+        assert (await last(llm, P(9, 2), other, request_id="taken")).finished
+        async for output in llm.generate(P(9, 2), other, "taken"):
+            if output.finished:
+                break
+        assert (await last(llm, P(9, 2), GREEDY, request_id="taken")).finished
+
+    try:
+        run(go())
+    finally:
+        llm.close()
