@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -106,6 +107,23 @@ def test_parts_that_stay_in_the_cache_are_the_same(tiles: Stream) -> None:
     assert float((got.double() - product(x, weight, gated)).norm() / got.double().norm()) < 6e-3
 
 
+def assert_the_same_each_time(first: Callable[[], None], work: Callable[[], None], out: torch.Tensor) -> None:
+    """What a graph of `work` writes to `out`, fifty times, is what `first` wrote."""
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        first()
+    torch.cuda.synchronize()
+    want = out.clone()
+    assert float(want.norm()) > 0
+    with torch.cuda.graph(graph, stream=stream):
+        work()
+    for _ in range(50):
+        out.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(out, want)
+
+
 @pytest.mark.parametrize("tiles", [RINGS[1], WIDE[1], WIDE[5]], ids=str)
 def test_a_chain_in_a_graph_is_the_same_each_time(tiles: Ring | Wide) -> None:
     """Weights of the next product are on their way while one still runs; what it reads as input must have been written."""
@@ -118,18 +136,7 @@ def test_a_chain_in_a_graph_is_the_same_each_time(tiles: Ring | Wide) -> None:
             y = launch.run(replace(tiles, split=1 + place % 2), y, weight, Extras(residual=x))
         out.copy_(y)
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        chain()
-    torch.cuda.synchronize()
-    want, graph = out.clone(), torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        chain()
-    for _ in range(50):
-        out.zero_()
-        graph.replay()
-        torch.cuda.synchronize()
-        assert torch.equal(out, want)
+    assert_the_same_each_time(chain, chain, out)
 
 
 @pytest.mark.parametrize("rows", [4, 40])
@@ -146,16 +153,4 @@ def test_norms_between_products_are_the_same_each_time(rows: int) -> None:
                 torch.cuda.synchronize()
         out.copy_(y)
 
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    with torch.cuda.stream(stream):
-        chain(wait=True)
-    torch.cuda.synchronize()
-    want = out.clone()
-    assert float(want.norm()) > 0
-    with torch.cuda.graph(graph, stream=stream):
-        chain()
-    for _ in range(50):
-        out.zero_()
-        graph.replay()
-        torch.cuda.synchronize()
-        assert torch.equal(out, want)
+    assert_the_same_each_time(lambda: chain(wait=True), chain, out)
