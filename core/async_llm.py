@@ -65,7 +65,9 @@ class AsyncLLM:
         self.settings: RunnerSettings = settle({**named, **settings}, manager)
         manager.warn_failures()
         plugins = [plugins] if isinstance(plugins, str) else plugins
-        link = self._link = EngineLink(engine_arguments(self.settings), plugins, self.settings.process.stall_limit)
+        link = self._link = EngineLink(
+            engine_arguments(self.settings), plugins, self.settings.process.stall_limit, self.settings.speculation.drafter is not None
+        )
         self._finalizer = weakref.finalize(self, link.close)
         try:
             self._open_front(manager)

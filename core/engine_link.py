@@ -47,12 +47,14 @@ def in_use(request_id: str) -> errors.RequestError:
 class EngineLink:
     """Starts an engine process at once; `wait_ready` waits until it takes requests. Thread-safe.
 
-    arguments: settings, as for `Engine`. plugins: objects or module names, as for `Engine`; objects are pickled.
+    arguments: settings, as for `Engine`. plugins: objects or module names, as for `Engine`; objects are pickled. drafting: whether there
+    is a drafter.
     """
 
-    def __init__(self, arguments: Mapping[str, Any], plugins: Sequence[object], stall_limit: float) -> None:
+    def __init__(self, arguments: Mapping[str, Any], plugins: Sequence[object], stall_limit: float, drafting: bool = False) -> None:
         self.liveness = Liveness(stall_limit)
         self.failure: Exception | None = None
+        self._drafting = drafting
         self._packed = pack_plugins(plugins)
         self._arguments = dict(arguments)
         self._lock = threading.RLock()  # a finalizer may run inside any of our calls
@@ -106,6 +108,7 @@ class EngineLink:
         if not name and request.id in self._owners:
             raise in_use(request.id)
         stream = RequestStream(next(self._numbers), request, tokenizer, name, arrived)
+        stream.drafts = self._drafting and request.params.num_draft_tokens != 0
         try:
             data = encode(stream.command())
         except UnicodeEncodeError as error:
@@ -282,7 +285,10 @@ class EngineLink:
             tokens, start = turn.tokens[start : start + size], start + size
             if (stream := self._streams.get(number)) is not None:
                 stream.take_logprobs(turn.logprobs.get(place), turn.prompt_logprobs.pop(number, None))
+                before = stream.stopped
                 items += self._outputs(stream, partial(stream.feed, tokens, extra, number in ending))
+                if stream.stopped and not before:
+                    self._send(Abort(number, stream.request.finish_reason or "stop"))
         for ended in turn.ended:
             if (stream := self._streams.pop(ended.number, None)) is not None:
                 items += self._outputs(stream, partial(stream.end, ended))

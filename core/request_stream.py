@@ -37,6 +37,8 @@ class RequestStream:
         self.name = name or request.id
         self.loop = asyncio.get_running_loop()
         self.over = False  # the last item was given to `deliver`
+        self.drafts = False  # the engine counts drafts for it, and says how many at its end
+        self.stopped = False  # its text has ended, and its last output waits for these counts
         request.row = 0
         self._outputs = OutputProcessor(tokenizer, self, self._extra_of)
         self._outputs.add(request)
@@ -91,17 +93,22 @@ class RequestStream:
 
     def take_logprobs(self, records: npt.NDArray[np.int32] | None, prompt: npt.NDArray[np.int32] | None) -> None:
         """Take in the log-probs of new tokens, and of the prompt's. See `messages.Turn`."""
+        if self.stopped:
+            return
         for held, new in (
             ((self.request.logprobs.records, records), (self.request.logprobs.prompt, prompt)) if self.request.logprobs else ()
         ):
             held.extend(() if new is None else new)
 
     def feed(self, token_ids: Sequence[int], extra: Mapping[str, npt.NDArray[Any]], last: bool) -> RequestOutput | None:
-        """Take in new tokens. The output that follows from them, if the request wants one now; with a stop string in it, the last one.
+        """Take in new tokens. The output that follows from them, if the request wants one now; with a stop string in it, the last one, or
+        none of a request that drafts, whose last one `end` gives: the engine is to be told.
 
         last: `end` follows, and its output has these tokens too. extra: see `messages.Turn`.
         """
         request = self.request
+        if self.stopped:
+            return None
         request.output_token_ids.extend(token_ids)
         for name, values in extra.items():
             self._extra[name] = np.concatenate([self._extra[name], values]) if name in self._extra else values
@@ -112,14 +119,16 @@ class RequestStream:
         for _, keep, reason, stop in stopped:
             del request.output_token_ids[keep:]
             request.finish_reason, request.stop_reason = reason, stop
-            return self._outputs.finish(request)
+            self.stopped = self.drafts
+            return None if self.stopped else self._outputs.finish(request)
         return outputs[0] if outputs else None
 
     def end(self, ended: Ended) -> RequestOutput:
         """The last output. An id that ends the output is a stop reason only if the caller named it."""
         request, reason = self.request, ended.stop_reason
         hidden = ended.finish_reason == "stop" and reason not in request.params.stop_token_ids
-        request.finish_reason, request.stop_reason = ended.finish_reason, None if hidden else reason
+        if not self.stopped:
+            request.finish_reason, request.stop_reason = ended.finish_reason, None if hidden else reason
         request.num_drafted, request.num_accepted = ended.num_drafted, ended.num_accepted
         return self._outputs.finish(request)
 

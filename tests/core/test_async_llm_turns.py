@@ -1,4 +1,4 @@
-"""Turns of the engine's loop that hold several outputs of one request: what is said of its tokens stays with them."""
+"""What turns of the engine's loop bring: several outputs of one request, whose log-probs stay with its tokens; counts at its end."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import asyncio
 from typing import Any
 
 import pytest
-from engine_world import last, outputs, run, start
+from engine_world import last, outputs, run, start, wait_until
 
-from modelrunner import AsyncLLM, SamplingParams
+from modelrunner import LLM, AsyncLLM, SamplingParams
 from modelrunner.errors import RequestError
 from modelrunner.request import OutputKind
-from modelrunner.testing import P
+from modelrunner.testing import P, dense, options
 
 GREEDY = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
 
@@ -101,5 +101,35 @@ def test_an_id_of_several_choices_is_in_use_until_their_end(first: int, second: 
 
     try:
         run(go())
+    finally:
+        llm.close()
+
+
+@pytest.mark.parametrize("kind", list(OutputKind))
+def test_drafts_of_what_a_stop_string_ended_are_counted_too(kind: OutputKind) -> None:
+    """As by LLM. Requests beside it go on; log-probs end where the text does."""
+    prompt, free = [7, 8, 9] * 4, GREEDY.model_copy(update={"max_tokens": 60, "logit_bias": {60: 100.0}})
+    short: dict[str, Any] = {"rows": 8, "pages": 24, "tokens": 64, "drafter": "ngram"}
+    plain = LLM(dense().model, plugins=dense().plugins, **options(**short))
+    text = plain.generate([prompt], free)[0].outputs[0].text
+    params = free.model_copy(update={"stop": (text[20:24],), "logprobs": 0, "output_kind": kind})
+    want = plain.generate([prompt], params)[0].outputs[0]
+    assert (want.finish_reason, want.num_accepted > 0) == ("stop", True)
+    llm = start(**short)
+    try:
+
+        async def go() -> list[Any]:
+            return list(await asyncio.gather(outputs(llm, prompt, params), outputs(llm, P(9, 1), free), outputs(llm, prompt, params)))
+
+        stopped, other, again = run(go())
+        assert len(other[-1].outputs[0].token_ids) == 60
+        for found in (stopped, again):
+            end = found[-1].outputs[0]
+            ids = [i for each in found for i in each.outputs[0].token_ids] if kind is OutputKind.DELTA else list(end.token_ids)
+            logprobs = [i for each in found for i in each.outputs[0].logprobs or ()] if kind is OutputKind.DELTA else list(end.logprobs)
+            assert (ids, len(logprobs)) == (list(want.token_ids), len(want.token_ids))
+            assert (end.finish_reason, end.stop_reason) == ("stop", want.stop_reason)
+            assert end.num_drafted >= end.num_accepted > 0
+        wait_until(lambda: llm.stats().running == 0)
     finally:
         llm.close()
