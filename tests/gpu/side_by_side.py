@@ -1,9 +1,9 @@
 """Runs the tests of a GPU in several processes at once: `python3 -P tests/gpu/side_by_side.py [--alone FILE] FILES OR FOLDERS`.
 
 What they take long for is building kernels, one after the other in each process. So the tests that are marked `gpu` are dealt out to
-processes: those of a file to one, or to several if they are many. Files of --alone want the GPU to themselves and come last, for which an
-eighth of --seconds is kept. What has not ended in time is stopped and told; the last line sums up. Ends with 1 if anything failed or did
-not end.
+processes: those of a file to one, or to several if they are many; short files share one. Files of --alone want the GPU to themselves and
+come last, for which an eighth of --seconds is kept. What has not ended in time is stopped and told; the last line sums up. Ends with 1 if
+anything failed or did not end.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
-LONG = (  # begin first
-    "test_drafters.py", "test_rings.py", "test_deterministic.py", "test_graphs.py", "test_b46.py", "test_b35.py", "test_logprobs.py",
-    "test_b20.py", "test_b36.py", "test_random_run.py", "test_b52.py", "test_state.py",
+LONG = (  # begin first, each alone in its process
+    "test_real_weights.py", "transformers/test_state.py", "test_rings.py", "test_drafters.py", "test_deterministic.py", "test_graphs.py",
+    "test_b46.py", "test_b36.py", "test_b20.py", "test_b35.py", "test_b32.py", "test_b44.py", "test_b45.py", "test_logprobs.py",
+    "test_b52.py", "test_b61.py", "test_b43.py", "test_narrowed.py", "test_b05.py", "test_b11.py", "test_b10.py", "test_random_run.py",
+    "test_speculation.py", "test_media.py", "test_eight_bit_cache.py", "test_b37.py",
 )  # fmt: skip
 # pyproject.toml says -q
 PYTEST = (sys.executable, "-P", "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "gpu")
@@ -53,8 +55,9 @@ class Outcome:
     output: str
 
 
-def parts(named: Sequence[str]) -> list[Part]:
-    """The marked tests of files and folders, file by file. Raises RuntimeError if pytest cannot collect them."""
+def parts(named: Sequence[str], alone: Sequence[str] = ()) -> list[Part]:
+    """The marked tests of files and folders, file by file; files of few tests share a process, but for those of LONG and `alone`. Raises
+    RuntimeError if pytest cannot collect them."""
     done = subprocess.run([*PYTEST, "--collect-only", *named], capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"pytest could not collect {' '.join(named)}:\n{done.stdout[-4000:]}{done.stderr[-4000:]}")
@@ -62,11 +65,20 @@ def parts(named: Sequence[str]) -> list[Part]:
     for test in done.stdout.splitlines():
         if "::" in test:
             files.setdefault(test.split("::")[0], []).append(test)
-    found = []
+    found, few = list[Part](), Part("", ())
     for file, tests in files.items():
         most = len(tests) if file.endswith(QUICK) else MOST
         blocks = [tuple(tests[first : first + most]) for first in range(0, len(tests), most)]
-        found += [Part(file if len(blocks) == 1 else f"{file} ({i + 1} of {len(blocks)})", block) for i, block in enumerate(blocks)]
+        for i, block in enumerate(blocks):
+            part = Part(file if len(blocks) == 1 else f"{file} ({i + 1} of {len(blocks)})", block)
+            if len(block) == most or file in alone or file.endswith(LONG):
+                found.append(part)
+            elif len(few.tests) + len(block) > MOST:
+                found.append(few)
+                few = part
+            else:
+                few = Part(f"{few.name}, {part.name}".removeprefix(", "), few.tests + part.tests)
+    found += [few] if few.tests else []
     return sorted(found, key=lambda part: next((i for i, name in enumerate(LONG) if name in part.name), len(LONG)))
 
 
@@ -119,7 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         outcomes.append(outcome := run(part, begun + share * options.seconds))
         print(told(outcome), flush=True)
 
-    found = parts(options.named)
+    found = parts(options.named, options.alone)
     alone = [part for part in found if part.name.split(" ")[0] in options.alone]
     with ThreadPoolExecutor(options.workers) as pool:
         list(pool.map(partial(one, share=7 / 8), [part for part in found if part not in alone]))

@@ -24,10 +24,9 @@ def test_marked_tests_are_run_and_told(tmp_path: Path) -> None:
     ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
     assert ran.returncode == 1
     assert "test_good.py (1 of 2): 9 passed\n" in ran.stdout
-    assert "test_good.py (2 of 2): 2 passed\n" in ran.stdout
     assert "test_rings.py: 10 passed\n" in ran.stdout
     assert "assert 1 == 2" in ran.stdout
-    assert "test_bad.py: 1 failed\n" in ran.stdout
+    assert "test_bad.py, test_good.py (2 of 2): 1 failed, 2 passed\n" in ran.stdout
     lines = ran.stdout.splitlines()
     assert lines[-2].endswith("test_alone.py: nothing, then stopped")
     assert lines[-1].startswith("1 failed, 21 passed in ")
