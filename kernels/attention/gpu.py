@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from modelrunner.kernels.attention.deal import AT_ONCE, FIRST_PAGES, LEAST_PAGES, deal_pages
+from modelrunner.kernels.attention.deal import AT_ONCE, CUT_PAGES, FIRST_PAGES, LEAST_PAGES, deal_pages
 from modelrunner.kernels.attention.decode import combined_at_once, decode_attention, decode_rows
 from modelrunner.kernels.attention.device import next_power_of_2
 from modelrunner.kernels.attention.fixed import fixed_config, fixed_index, fixed_indexed_attention, fixed_paged_attention
@@ -280,7 +280,8 @@ def _ring_build(group: int, rows: int) -> Build:
 def _deal_build(rows: int) -> Build:
     lists = dict.fromkeys(("pieces_ptr", "arrivals_ptr", "query_len_ptr", "seq_len_ptr", "table_ptr"), "*i32")
     signature = lists | dict.fromkeys(("num_rows", "programs", "columns", "table_row"), "i32")
-    constants = {"PAGE": 16, "NUM_KV": 8, "LEAST": LEAST_PAGES, "FIRST": FIRST_PAGES, "BLOCK_ROWS": rows, "BLOCK": AT_ONCE}
+    constants = {"PAGE": 16, "NUM_KV": 8, "LEAST": LEAST_PAGES, "CUT": CUT_PAGES, "FIRST": FIRST_PAGES}
+    constants |= {"BLOCK_ROWS": rows, "BLOCK": AT_ONCE}
     return Build(deal_pages, signature, constants)
 
 
@@ -347,4 +348,4 @@ BUILDS = [
 if RINGS:
     from modelrunner.kernels.attention.ring import decode_ring
 
-    BUILDS += [_ring_build(group, rows) for group in (2, 4) for rows in (32, 64)] + [_deal_build(rows) for rows in (32, 64)]
+    BUILDS += [_ring_build(group, rows) for group in (2, 4) for rows in (16, 64)] + [_deal_build(rows) for rows in (32, 64, 128)]

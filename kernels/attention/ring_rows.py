@@ -15,7 +15,8 @@ from modelrunner.kernels.pdl import hopper
 Rotary = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor, float]  # q_norm, k_norm, cos_sin, eps
 
 KEYS, HALF, MOST_GROUP = 64, 64, 8
-FEWEST_ROWS, FEW_ROWS, MOST_ROWS = 16, 40, 64
+FEWEST_ROWS, FEW_ROWS, MOST_ROWS = 16, 23, 64
+LARGE_GROUP, MOST_OF_LARGE = 4, 128  # query heads of a key head, from which on rings serve more rows
 try:
     require_tried()
     from triton.experimental.gluon.language import NVMMASharedLayout
@@ -57,7 +58,8 @@ def choose_rings(cache: torch.Tensor, rows: int, num_heads: int, dtype: torch.dt
     page, num_kv, dim = cache.shape[1], cache.shape[3], cache.shape[4]
     fits = dim == 2 * HALF and page >= KEYS // FIRST_PAGES and KEYS % page == 0 and num_heads <= MOST_GROUP * num_kv
     usual = dtype == cache.dtype and dtype in (torch.bfloat16, torch.float16)
-    if not (RINGS and fits and usual and FEWEST_ROWS <= rows <= MOST_ROWS and hopper(cache)):
+    most = MOST_OF_LARGE if num_heads >= LARGE_GROUP * num_kv else MOST_ROWS
+    if not (RINGS and fits and usual and FEWEST_ROWS <= rows <= most and hopper(cache)):
         return None
     return ring_config(rows)
 

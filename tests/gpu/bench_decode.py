@@ -66,10 +66,13 @@ def configs(rows: int) -> list[DecodeConfig]:
 
 
 def lengths_of(case: str) -> list[int]:
-    """Tokens of each row. case: a number of rows, or "offline" and the steps that it has taken."""
+    """Tokens of each row. case: a number of rows, of unlike lengths, "32x600" for rows of one length, or "offline" and its steps so far."""
     if case.startswith("offline"):
         steps = int(case.removeprefix("offline"))
         return [len(job.prompt) + steps for job in WORKLOADS["offline"].jobs(0, 1000) if job.output > steps]
+    if "x" in case:
+        rows, length = map(int, case.split("x"))
+        return [length] * rows
     rows = int(case)
     length = LENGTHS[rows]
     return torch.randint(length * 3 // 4, length * 5 // 4 + 1, (rows,)).tolist() if rows > 1 else [length]

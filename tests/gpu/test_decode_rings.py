@@ -123,8 +123,8 @@ def make_step(
 @pytest.mark.parametrize("config", [RingConfig(2, 3, 128, 1), RingConfig(1, 4, 128, 2), RingConfig(1, 2, 168, 1)], ids=str)
 @pytest.mark.parametrize(
     "lengths",
-    [ODD, [1], [3000], [0, 0], [700, 5, 1300], [*range(300, 428)], [1] * 40, [4500] + [3] * 200],
-    ids=["odd", "one token", "one row", "dead", "few", "many", "no old keys", "long and short"],
+    [ODD, [1], [3000], [0, 0], [700, 5, 1300], [*range(300, 428)], [1] * 40, [4500] + [3] * 200, [903] * 32],
+    ids=["odd", "one token", "one row", "dead", "few", "many", "no old keys", "long and short", "equal"],
 )
 def test_rings(lengths: list[int], config: RingConfig) -> None:
     """Rows without keys and dead ones, ends of pages and buffers, rows that many programs share and programs that have many rows."""
