@@ -272,7 +272,7 @@ def _ring_build(group: int, rows: int) -> Build:
     steps = ("qkv_token", "page_rows", "cos_sin_token")
     signature = {"desc": f"tensordesc<bf16[16, {HALF}],{layout!r}>"} | values | lists | numbers
     signature |= dict.fromkeys((*steps, "table_row", "columns", "N"), "i32")
-    config = ring_config(rows)
+    config = ring_config(rows, group)
     constants = {"NUM_KV": 8, "GROUP": group, "PAGE": 16, "D": 2 * HALF, "SLOTS": config.buffers, "ASKING": config.asking}
     return Build(decode_ring, signature, constants | {"HAS_NORM": True, "PDL": True}, 4, 3, 16, steps, (90,), config.registers)
 

@@ -15,8 +15,9 @@ from modelrunner.kernels.pdl import hopper
 Rotary = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor, float]  # q_norm, k_norm, cos_sin, eps
 
 KEYS, HALF, MOST_GROUP = 64, 64, 8
-FEWEST_ROWS, FEW_ROWS, MOST_ROWS = 16, 23, 64
-LARGE_GROUP, MOST_OF_LARGE = 4, 128  # query heads of a key head, from which on rings serve more rows
+FEWEST_ROWS, FEW_ROWS, MOST_ROWS = 16, 40, 64
+LARGE_GROUP = 4  # query heads of a key head, as large models have: no product of theirs finds room beside a ring, however small
+FEW_OF_LARGE, MOST_OF_LARGE = 23, 128  # rows, instead of FEW_ROWS and MOST_ROWS
 try:
     require_tried()
     from triton.experimental.gluon.language import NVMMASharedLayout
@@ -48,9 +49,10 @@ class RingWork:
     dealt: DealtRows
 
 
-def ring_config(rows: int) -> RingConfig:
-    """By `tests/gpu/bench_rings.py` on an H200."""
-    return RingConfig(1, 4, 128, 2) if rows <= FEW_ROWS else RingConfig(2, 3, 128, 1)
+def ring_config(rows: int, group: int) -> RingConfig:
+    """For so many query heads of a key head. By `tests/gpu/bench_rings.py` on an H200."""
+    few = FEW_OF_LARGE if group >= LARGE_GROUP else FEW_ROWS
+    return RingConfig(1, 4, 128, 2) if rows <= few else RingConfig(2, 3, 128, 1)
 
 
 def choose_rings(cache: torch.Tensor, rows: int, num_heads: int, dtype: torch.dtype) -> RingConfig | None:
@@ -58,10 +60,10 @@ def choose_rings(cache: torch.Tensor, rows: int, num_heads: int, dtype: torch.dt
     page, num_kv, dim = cache.shape[1], cache.shape[3], cache.shape[4]
     fits = dim == 2 * HALF and page >= KEYS // FIRST_PAGES and KEYS % page == 0 and num_heads <= MOST_GROUP * num_kv
     usual = dtype == cache.dtype and dtype in (torch.bfloat16, torch.float16)
-    most = MOST_OF_LARGE if num_heads >= LARGE_GROUP * num_kv else MOST_ROWS
+    most = MOST_OF_LARGE if num_heads // num_kv >= LARGE_GROUP else MOST_ROWS
     if not (RINGS and fits and usual and FEWEST_ROWS <= rows <= most and hopper(cache)):
         return None
-    return ring_config(rows)
+    return ring_config(rows, num_heads // num_kv)
 
 
 def ring_work(

@@ -74,7 +74,7 @@ for part in "${parts[@]}"; do
     # shellcheck disable=SC2086  # lists of words
     case $part in
     tests)
-        most=$(($(left) < 200 ? $(left) : 200))
+        most=$(($(left) < 220 ? $(left) : 220))
         step tests "$most" "$PYTHON" -P tests/gpu/side_by_side.py --workers "$WORKERS" --seconds $((most - 4)) --alone tests/gpu/test_memory.py $TESTS
         ;;
     small) bench small 130 $small $SCENARIOS --repeat "$REPEAT" --limit 5 "${profile_of[@]}" ;;

@@ -25,8 +25,8 @@ from functools import partial
 LONG = (  # begin first, each alone in its process
     "test_real_weights.py", "transformers/test_state.py", "test_rings.py", "test_drafters.py", "test_deterministic.py", "test_graphs.py",
     "test_b46.py", "test_b36.py", "test_b20.py", "test_b35.py", "test_b32.py", "test_b44.py", "test_b45.py", "test_logprobs.py",
-    "test_b52.py", "test_b61.py", "test_b43.py", "test_narrowed.py", "test_b05.py", "test_b11.py", "test_b10.py", "test_random_run.py",
-    "test_speculation.py", "test_media.py", "test_eight_bit_cache.py", "test_b37.py",
+    "test_b52.py", "test_b28.py", "test_b61.py", "test_b43.py", "test_narrowed.py", "test_b05.py", "test_b11.py", "test_b10.py",
+    "test_random_run.py", "test_speculation.py", "test_media.py", "test_eight_bit_cache.py", "test_b37.py",
 )  # fmt: skip
 # pyproject.toml says -q
 PYTEST = (sys.executable, "-P", "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "gpu")

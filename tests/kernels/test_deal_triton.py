@@ -93,9 +93,9 @@ def test_how_many_rows_attend_by_rings(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ring_rows.choose_rings(cache, 32, 16, cache.dtype) is None
     monkeypatch.setattr(ring_rows, "RINGS", True)
     monkeypatch.setattr(ring_rows, "hopper", lambda _: True)
-    found = [ring_rows.choose_rings(cache, rows, 16, cache.dtype) for rows in (15, 16, 23, 24, 64, 65)]
+    found = [ring_rows.choose_rings(cache, rows, 16, cache.dtype) for rows in (15, 16, 40, 41, 64, 65)]
     assert [config and config.programs for config in found] == [None, 1, 1, 2, 2, None]
-    found = [ring_rows.choose_rings(cache, rows, 32, cache.dtype) for rows in (15, 16, 65, 128, 129)]
-    assert [config and config.programs for config in found] == [None, 1, 2, 2, None]
+    found = [ring_rows.choose_rings(cache, rows, 32, cache.dtype) for rows in (15, 16, 23, 24, 128, 129)]
+    assert [config and config.programs for config in found] == [None, 1, 1, 2, 2, None]
     assert ring_rows.choose_rings(cache, 32, 72, cache.dtype) is None
     assert ring_rows.choose_rings(cache.float(), 32, 16, torch.float32) is None
