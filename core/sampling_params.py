@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 SEED_MIN, SEED_MAX = -(2**63), 2**63 - 1
 INT32_MAX = 2**31 - 1
 FLOAT32_MAX = 3.4028234e38
+LEAST_PENALTY = 1e-6  # of repetitions: a logit over less may be infinite
 MAX_BIAS = 100.0
 MAX_CHOICES = 1024
 MOST_TOKENS = 2**31 - 1  # more are as many
@@ -157,7 +158,7 @@ def _penalty(value: object) -> float:
 
 def _repetition_penalty(value: object) -> float:
     number = as_float(value)
-    _require(0.0 < number <= FLOAT32_MAX)
+    _require(LEAST_PENALTY <= number <= FLOAT32_MAX)
     return number
 
 
@@ -252,7 +253,7 @@ ACCEPTED = {
     "top_k": "an integer >= 1, or 0 or -1 for all tokens",
     "min_p": "a number in [0, 1]",
     "seed": "an integer of 64 bits with a sign (-2**63 to 2**63 - 1), or None for a random one",
-    "repetition_penalty": "a finite number > 0 (1: none)",
+    "repetition_penalty": "a finite number of at least 1e-6 (1: none)",
     "presence_penalty": "a number in [-2, 2] (0: none)",
     "frequency_penalty": "a number in [-2, 2] (0: none)",
     "logit_bias": "a mapping of token ids (integers >= 0) to numbers in [-100, 100], or None",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from asyncio import CancelledError
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
@@ -69,7 +70,7 @@ class Functions(Stage):
                 changed = function(tokens[:start], tokens[start:], changed.clone())
                 problem = result_problem(changed, logits)
                 changed = changed if problem else changed.to(logits)
-            except Exception as error:
+            except (Exception, CancelledError) as error:
                 problem = f"it raised {type(error).__name__}: {error}"
             if problem:
                 request.failure = f"logits_processors: the function {getattr(function, '__name__', function)!r} failed: {problem}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from asyncio import CancelledError
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -123,7 +124,7 @@ class Processors(Stage):
     def _apply(self, name: str, logits: torch.Tensor, batch: Batch) -> torch.Tensor:
         try:
             return self.processors[name].apply(logits, batch)
-        except Exception as error:
+        except (Exception, CancelledError) as error:
             raise PluginError(
                 f"logits processor {name!r} of plugin {self._owners[name]!r} failed: {type(error).__name__}: {error}"
             ) from error

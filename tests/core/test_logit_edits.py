@@ -178,7 +178,8 @@ def test_min_tokens_delays_stop_strings() -> None:
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"repetition_penalty": 0}, "repetition_penalty: got 0; accepted: a finite number > 0"),
+        ({"repetition_penalty": 0}, "repetition_penalty: got 0; accepted: a finite number of at least 1e-6"),
+        ({"repetition_penalty": 1e-38}, "repetition_penalty: got 1e-38; accepted: a finite number of at least 1e-6"),
         ({"presence_penalty": 2.5}, r"presence_penalty: got 2\.5; accepted: a number in \[-2, 2\]"),
         ({"frequency_penalty": "x"}, "frequency_penalty: got 'x'"),
         ({"logit_bias": {"abc": 1}}, "logit_bias: .*it contains 'abc': 1"),

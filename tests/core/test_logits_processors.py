@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from asyncio import CancelledError
 from collections.abc import Sequence
 from typing import Any
 
@@ -257,6 +258,10 @@ def raising(prompt_ids: list[int], output_ids: list[int], logits: torch.Tensor) 
     return logits
 
 
+def cancelled(prompt_ids: list[int], output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+    raise CancelledError("over")
+
+
 def narrow(prompt_ids: list[int], output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
     return logits[1:]
 
@@ -269,6 +274,7 @@ def nothing(prompt_ids: list[int], output_ids: list[int], logits: torch.Tensor) 
     ("function", "count", "message"),
     [
         (raising, 3, "logits_processors: the function 'raising' failed: it raised KeyError: 'gone'"),
+        (cancelled, 0, "logits_processors: the function 'cancelled' failed: it raised CancelledError: over"),
         (narrow, 0, "logits_processors: the function 'narrow' failed: it returned [330] torch.float32; [331] of a float type is needed"),
         (nothing, 0, "logits_processors: the function 'nothing' failed: it returned a NoneType; a tensor is needed"),
     ],

@@ -2,7 +2,7 @@
 
 What they take long for is building kernels, one after the other in each process. So the tests that are marked `gpu` are dealt out to
 processes: those of a file to one, or to several if they are many; short files share one. Files of --alone want the GPU to themselves and
-come last, for which an eighth of --seconds is kept. What has not ended in time is stopped and told; the last line sums up. Ends with 1 if
+come last, for which an tenth of --seconds is kept. What has not ended in time is stopped and told; the last line sums up. Ends with 1 if
 anything failed or did not end.
 """
 
@@ -134,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = parts(options.named, options.alone)
     alone = [part for part in found if part.name.split(" ")[0] in options.alone]
     with ThreadPoolExecutor(options.workers) as pool:
-        list(pool.map(partial(one, share=7 / 8), [part for part in found if part not in alone]))
+        list(pool.map(partial(one, share=0.9), [part for part in found if part not in alone]))
     for part in alone:
         one(part)
     total = sum((outcome.counts for outcome in outcomes), Counter[str]())
