@@ -2,7 +2,7 @@
 
 What they take long for is building kernels, one after the other in each process. So the tests that are marked `gpu` are dealt out to
 processes: those of a file to one, or to several if they are many; short files share one. Files of --alone want the GPU to themselves and
-come last, for which an tenth of --seconds is kept. What has not ended in time is stopped and told; the last line sums up. Ends with 1 if
+come last, for which a tenth of --seconds is kept. What has not ended in time is stopped and told; the last line sums up. Ends with 1 if
 anything failed or did not end.
 """
 
