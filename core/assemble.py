@@ -39,7 +39,7 @@ from modelrunner.runner_parts import Drafting, Parts
 from modelrunner.sampler import Functions, ProcessorRegistry, Processors, Sampler, default_stages
 from modelrunner.settings import Resolved, RunnerSettings, load_settings, merge_sections
 from modelrunner.step_buffers import Buckets
-from modelrunner.tap_set import StateOutputs, TapSet
+from modelrunner.tap_set import StateOutputs, TapSet, refuse_twice
 from modelrunner.taps import ModelInfo, Tap
 from modelrunner.text import Tokenizer
 from modelrunner.weights import WeightMap, load_weights
@@ -145,7 +145,8 @@ def assemble(arguments: Mapping[str, Any], plugins: Sequence[object] = ()) -> As
     processors = collect_processors(manager, model.info)
     if setup is not None:
         needs = setup.join(needs)
-    page_bytes, layouts = pages_of(needs, settings, model.dtype, {} if setup is None else setup.riders(needs))
+    with blaming(f"sharing pages between the cache groups of {owners_of_needs(choose)}"):
+        page_bytes, layouts = pages_of(needs, settings, model.dtype, {} if setup is None else setup.riders(needs))
     attending = {group.name: attention_backend(choose, group, device, scales) for layout in layouts for group in layout.groups}
     guides = make_guides(choose, model.card, model.tokenizer, needs.vocab_size, model.ops, device)
     sampler = make_sampler(settings, processors, guides, model.ops)
@@ -155,9 +156,9 @@ def assemble(arguments: Mapping[str, Any], plugins: Sequence[object] = ()) -> As
     with blaming(f"the arena of media of model_state {choose.chosen['model_state']}"):
         shifted = setup is not None and setup.needs.shifted
         media = open_media(state, needs, settings, device, model.dtype, model.tokenizer, max_model_len, shifted)
-    table = make_table(model, needs, layouts, sampler, media, masks=not guides.problem)
+    table = make_table(model, needs, layouts, sampler, taps, media, masks=not guides.problem)
     built = (device, model.ops, state, needs, model.dtype, sampler, table, layouts, cache.views, cache.backends, taps, media.arena)
-    with blaming("the runner with the buffers of a step"):
+    with blaming(f"the runner with the buffers of a step of {owners_of_needs(choose)}"):
         runner = make_runner(Parts(*built, drafting_of(setup, cache.backends, layouts)), settings, max_model_len)
     with blaming(f"the first step of model_state {choose.chosen['model_state']}"):
         if media.encodes:
@@ -193,15 +194,28 @@ def make_sampler(settings: RunnerSettings, processors: Processors, guides: Guide
     return Sampler(ops, default_stages(processors, Functions(), arena=guides.arena), typical)
 
 
+def owners_of_needs(choose: Chooser) -> str:
+    """Who declared what the core allocates, for messages."""
+    return " and ".join(f"{hook} {choose.chosen[hook]}" for hook in ("model_state", "drafter") if hook in choose.chosen)
+
+
 def make_table(
-    model: Opened, needs: Needs, layouts: Sequence[GroupLayout], sampler: Sampler, media: MediaParts, masks: bool
+    model: Opened, needs: Needs, layouts: Sequence[GroupLayout], sampler: Sampler, taps: TapSet, media: MediaParts, masks: bool
 ) -> RequestTable:  # fmt: skip
-    """The request table with everybody's columns. needs: of the model and the drafter. masks: of grammars may be among a step's edits."""
-    settings = model.settings
-    columns = [*core_columns(layouts, model.max_model_len), *sampler.columns(settings, needs.vocab_size), *needs.columns]
-    columns += [DELTA] if media.front.facts.position_rows > 1 and media.encoder is not None else []
-    columns += () if model.setup is None else model.setup.columns
-    with blaming(f"the request table with the columns of model_state {model.choose.chosen['model_state']}"):
+    """The request table with everybody's columns. needs: of the model, its taps and the drafter. masks: of grammars may be among a step's
+    edits. Raises PluginError, with both owners, for a name that two columns have."""
+    settings, setup, own = model.settings, model.setup, len(model.needs.columns)
+    owned: list[tuple[str, Sequence[Column]]] = [
+        ("the engine", core_columns(layouts, model.max_model_len)),
+        ("the sampler", sampler.columns(settings, needs.vocab_size)),
+        (f"model_state {model.choose.chosen['model_state']}", needs.columns[:own]),
+        (f"the taps {', '.join(repr(tap.name) for tap in taps.taps)}", needs.columns[own:]),
+        ("the engine", [DELTA] if media.front.facts.position_rows > 1 and media.encoder is not None else ()),
+        *(() if setup is None else ((f"drafter {setup.name}", setup.columns),)),
+    ]
+    refuse_twice([(owner, f"the column {column.name!r}") for owner, columns in owned for column in columns])
+    columns = [column for _, declared in owned for column in declared]
+    with blaming(f"the request table with the columns of {owners_of_needs(model.choose)}"):
         capacity = patch_capacity(settings, layouts, columns, masks=masks)
         return RequestTable(columns, settings.scheduler.max_rows, model.device.torch_device, capacity)
 
@@ -231,7 +245,7 @@ def drafting_of(setup: DrafterSetup | None, backends: Mapping[str, AttentionBack
     own = {group.name: backends[group.name] for group in setup.needs.cache_groups}
     problem = setup.needs.capture_reason if setup.needs.capture == "none" else uncapturable(own)
     tables = tuple(layout.name for layout in layouts if any(group.name in own for group in layout.groups))
-    return Drafting(setup.drafter, setup.needs, setup.policy(tables), problem, setup.shared_map)
+    return Drafting(setup.drafter, setup.needs, setup.policy(tables), problem, setup.shared_map, setup.name)
 
 
 def make_runner(parts: Parts, settings: RunnerSettings, max_model_len: int) -> Runner:
@@ -276,6 +290,9 @@ def checked_needs(state: ModelState, card: ModelCard, settings: RunnerSettings) 
     needs = declared(state, card, settings)
     if seated := [column.name for column in needs.columns if column.seats is not None]:
         raise ValueError(f"columns {seated} are seated; only sampler stages have seats to give, a model state declares plain columns")
+    for what, names in (("columns", [column.name for column in needs.columns]), ("buffers", [buffer.name for buffer in needs.buffers])):
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"{what} has several of the names {twice}; each may stand there once")
     refused = {feature: answer.reason for feature in required_features(settings) if isinstance(answer := answer_of(state, feature), No)}
     if refused:
         listing = "; ".join(f"{feature}: {reason}" for feature, reason in refused.items())
@@ -353,9 +370,10 @@ def collect_taps(manager: PluginManager, info: ModelInfo, state: ModelState, nee
     found: list[tuple[str, Tap]] = collect_objects(manager, "taps", model_info=info)
     if needs.results:
         found.append((f"the model state {type(state).__name__}", StateOutputs(state, needs.results)))
-    taps = TapSet(found, replace(needs, tap_points=info.tap_points))
-    columns, buffers = (*needs.columns, *taps.columns(info.settings)), (*needs.buffers, *taps.buffers)
-    return taps, replace(needs, columns=columns, buffers=buffers)
+    with blaming("; ".join(f"tap {tap.name!r} of {plugin}" for plugin, tap in found) or "no tap"):
+        taps = TapSet(found, replace(needs, tap_points=info.tap_points))
+        columns, buffers = (*needs.columns, *taps.columns(info.settings)), (*needs.buffers, *taps.buffers)
+        return taps, replace(needs, columns=columns, buffers=buffers)
 
 
 def core_columns(layouts: Sequence[GroupLayout], max_model_len: int) -> list[Column]:

@@ -163,10 +163,15 @@ class NoAttention(AttentionBackend):
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, step: Any, sinks: torch.Tensor | None = None
     ) -> torch.Tensor:
-        raise PluginError(
-            f"cache group {self.group.name!r} ({type(self.group).__name__}) does not attend; read and write `caches[{self.group.name!r}]`, "
-            f"with the metadata in `attention[{self.group.name!r}].meta`"
-        )
+        raise PluginError(attends_not(self.group))
+
+
+def attends_not(group: CacheGroup) -> str:
+    """What to do with a group that does not attend, for messages."""
+    return (
+        f"cache group {group.name!r} ({type(group).__name__}) does not attend; read and write `caches[{group.name!r}]`, with the metadata "
+        f"in `attention[{group.name!r}].meta`"
+    )
 
 
 class BoundAttention:

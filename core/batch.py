@@ -245,6 +245,20 @@ class Outcome:
     logprobs: LogprobRecords | None = None
 
 
+class Columns(dict[str, torch.Tensor]):
+    """The request table's columns by name. One that nobody declared raises a KeyError that lists those that are there."""
+
+    def __missing__(self, name: str) -> torch.Tensor:
+        raise KeyError(f"no column of the request table is called {name!r}; there are {', '.join(map(repr, self)) or 'none'}")
+
+
+class Buffers(dict[str, torch.Tensor]):
+    """Static buffers by name. One that nobody declared raises a KeyError that lists those that were."""
+
+    def __missing__(self, name: str) -> torch.Tensor:
+        raise KeyError(f"no static buffer is called {name!r}; declared are {', '.join(map(repr, self)) or 'none'}")
+
+
 @dataclass
 class Batch:
     """The device's view of one step: slices of buffers whose addresses never change. N rows and T tokens, padding included.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from abc import ABC
 from dataclasses import dataclass
+from numbers import Integral
 from typing import ClassVar
 
 import numpy as np
@@ -63,6 +64,24 @@ class CacheGroup(ABC):
         return np.zeros_like(length)
 
 
+def check_group(group: CacheGroup) -> None:
+    """Raise ValueError or TypeError, with the group's name, unless its pages hold something of a known size and type."""
+    if not group.layers:
+        raise ValueError(f"cache group {group.name!r}: layers is {group.layers!r}; the index of at least one layer is needed")
+    tokens = group.page_tokens() or 1
+    shape = group.page_shape(tokens)
+    if not all(isinstance(size, Integral) and size > 0 for size in shape):
+        raise ValueError(
+            f"cache group {group.name!r}: what a layer keeps in a page of {tokens} tokens has the shape {tuple(shape)}; whole numbers "
+            "above 0 are needed"
+        )
+    dtype: object = group.cache_dtype()
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(
+            f"cache group {group.name!r}: its type is {dtype!r}; a torch.dtype is needed, e.g. torch.float32, or None for the cache's own"
+        )
+
+
 @dataclass(frozen=True)
 class FullAttention(CacheGroup):
     """Attention over all earlier tokens.
@@ -77,6 +96,12 @@ class FullAttention(CacheGroup):
     scale: float
     softcap: float | None = None
     sinks: bool = False
+
+    def __post_init__(self) -> None:
+        for field_name in ("num_heads", "num_kv_heads", "head_dim"):
+            value: object = getattr(self, field_name)
+            if not isinstance(value, Integral) or value < 1:
+                raise ValueError(f"cache group {self.name!r}: {field_name} is {value!r}; a whole number above 0 is needed")
 
     def token_shape(self) -> tuple[int, ...]:
         return (2, self.num_kv_heads, self.head_dim)
@@ -94,6 +119,7 @@ class SlidingWindow(FullAttention):
     window_size: int = 0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.window_size < 1:
             raise ValueError(f"cache group {self.name!r}: window_size is {self.window_size}; it must be at least 1 token")
 

@@ -13,9 +13,11 @@ import torch
 
 from modelrunner.attention import BoundAttention, ByGroup, attention_meta
 from modelrunner.batch import Batch
+from modelrunner.errors import ModelRunnerError, PluginError
 from modelrunner.model_state import Tap
 from modelrunner.runner_parts import Drafting, Parts
 from modelrunner.speculation import DraftPass, DraftStep
+from modelrunner.start_checks import CheckedAttention
 
 COLUMN = "num_drafts"
 
@@ -42,7 +44,7 @@ class DraftPart:
     def __init__(self, parts: Parts, drafting: Drafting, rows: int, tokens: int, max_model_len: int) -> None:
         """rows, tokens: of a padded step."""
         device = parts.device.torch_device
-        needs, self.drafter, self.most = drafting.needs, drafting.drafter, drafting.most
+        needs, self.drafter, self.most, self.label = drafting.needs, drafting.drafter, drafting.most, drafting.label
         self.ops, self.columns, self.vocab_size = parts.ops, parts.table.columns, parts.needs.vocab_size
         self.needs = needs
         self.max_model_len = max_model_len
@@ -98,15 +100,20 @@ class DraftPart:
 
     # ---- after the tail --------------------------------------------------------------------------------------------
 
-    def run(self, batch: Batch, num_next: int, attention: Mapping[str, BoundAttention], parts: Parts, captured: bool) -> None:
-        """D. Propose num_next tokens for each row of the step, and store them. attention: the drafter's groups over the step's tokens."""
+    def run(
+        self, batch: Batch, num_next: int, attention: Mapping[str, BoundAttention], parts: Parts, captured: bool, checked: bool
+    ) -> None:
+        """D. Propose num_next tokens for each row of the step, and store them. attention: the drafter's groups over the step's tokens.
+        checked: at the warm-up.
+
+        Raises PluginError that names the drafter for what it raises."""
         n, columns = batch.num_rows, self.columns
         out = self.out[: n * num_next].view(n, num_next)
         if num_next or self.needs.cache_groups:
-            step = self._step(batch, num_next, attention, parts, captured)
+            step = self._step(batch, num_next, attention, parts, captured, checked)
             for bound in attention.values():
                 bound.begin()
-            self.drafter.propose(step, out.fill_(-1), self._unwritten_probabilities(n, num_next))
+            self._propose(step, out.fill_(-1), self._unwritten_probabilities(n, num_next))
             self._store_probabilities(batch, num_next)
         self.ops.store_drafts(
             batch.rows,
@@ -120,6 +127,14 @@ class DraftPart:
             columns[COLUMN],
         )
 
+    def _propose(self, step: DraftStep, out: torch.Tensor, probabilities: torch.Tensor | None) -> None:
+        try:
+            self.drafter.propose(step, out, probabilities)
+        except (ModelRunnerError, torch.OutOfMemoryError, MemoryError):
+            raise
+        except Exception as error:
+            raise PluginError(f"{self.label} failed in `propose`: {type(error).__name__}: {error}") from error
+
     def _unwritten_probabilities(self, num_rows: int, num_next: int) -> torch.Tensor | None:
         return self.probabilities[1][:num_rows, :num_next].zero_() if self.probabilities else None
 
@@ -132,7 +147,9 @@ class DraftPart:
         """D. What the drafts of a step were drawn from, [N, k, V] float32; None for a drafter that gives no probabilities."""
         return self.probabilities[0][:, : batch.num_draft].index_select(0, batch.rows) if self.probabilities else None
 
-    def _step(self, batch: Batch, num_next: int, attention: Mapping[str, BoundAttention], parts: Parts, captured: bool) -> DraftStep:
+    def _step(
+        self, batch: Batch, num_next: int, attention: Mapping[str, BoundAttention], parts: Parts, captured: bool, checked: bool
+    ) -> DraftStep:
         n, t, columns = batch.num_rows, batch.num_tokens, self.columns
         out = (self.wants[:n], self.known[:n], self.newest[:n], self.last_place[:n], self.next_ids[:t], self.positions[:t])
         self.ops.draft_inputs(
@@ -160,10 +177,10 @@ class DraftPart:
             attention=attention,
             caches=ByGroup((name, parts.caches[name]) for name in self.groups),
             columns=columns,
-            next_pass=partial(self._pass, batch, parts, captured),
+            next_pass=partial(self._pass, batch, parts, captured, checked),
         )
 
-    def _pass(self, batch: Batch, parts: Parts, captured: bool, index: int) -> DraftPass:
+    def _pass(self, batch: Batch, parts: Parts, captured: bool, checked: bool, index: int) -> DraftPass:
         n, own, columns = batch.num_rows, self.passes, self.columns
         longest = min(batch.max_seq_len + 1 + self.most, self.max_model_len)
         tables = {}
@@ -199,14 +216,17 @@ class DraftPart:
             prompts=None,
             media=None,
         )
-        attention = ByGroup((name, bind(parts, name, single, captured)) for name in self.groups)
+        attention = ByGroup((name, bind(parts, name, single, captured, checked)) for name in self.groups)
         for bound in attention.values():
             bound.begin()
         return DraftPass(single, attention)
 
 
-def bind(parts: Parts, group: str, batch: Batch, captured: bool) -> BoundAttention:
-    """Attention of one group of the drafter over a batch."""
+def bind(parts: Parts, group: str, batch: Batch, captured: bool, checked: bool) -> BoundAttention:
+    """Attention of one group of the drafter over a batch. checked: with a look at what it is called with."""
     backend = parts.backends[group]
     layers = {layer: place for place, layer in enumerate(backend.group.layers)}
-    return BoundAttention(backend, layers, attention_meta(backend.group, batch, captured))
+    meta = attention_meta(backend.group, batch, captured)
+    if checked and parts.drafting is not None:
+        return CheckedAttention(backend, layers, meta, parts.drafting.label, parts.dtype)
+    return BoundAttention(backend, layers, meta)

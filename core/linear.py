@@ -145,8 +145,18 @@ class Linear(nn.Module):
         return cast(torch.Tensor, getattr(self.scheme.ops, activation)(self.normed(x, norm)))
 
 
+def check_slot(layer: Linear, part: object, kind: str) -> None:
+    """Raise ValueError unless the layer has such a part, and stores such a kind of tensor of it."""
+    if kind not in ("weight", "bias"):
+        raise ValueError(f"kind {kind!r}; a Linear takes 'weight' and 'bias'")
+    parts = len(layer.out_parts)
+    if not isinstance(part, int) or not 0 <= part < parts:
+        raise ValueError(f"part {part!r} of a Linear of {parts} part{'s' * (parts > 1)}; accepted: {', '.join(map(str, range(parts)))}")
+
+
 def check_part(layer: Linear, part: int, tensor: torch.Tensor, kind: str) -> None:
     """Raise ValueError unless `layer.load(part, tensor, kind)` can store the tensor."""
+    check_slot(layer, part, kind)
     want = (layer.out_parts[part], layer.in_features) if kind == "weight" else (layer.out_parts[part],)
     if tuple(tensor.shape) != want:
         raise ValueError(f"{kind} of part {part} has shape {tuple(tensor.shape)}; {want} is needed")

@@ -12,12 +12,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import nn
 
-from modelrunner.cache_groups import CacheGroup, FullAttention, RecurrentState, SlidingWindow
+from modelrunner.cache_groups import CacheGroup, FullAttention, RecurrentState, SlidingWindow, check_group
 from modelrunner.errors import PluginError
 from modelrunner.request_table import Column
 
@@ -62,6 +63,28 @@ class StaticBuffer:
     shape: tuple[int | Literal["tokens", "rows"], ...]
     dtype: torch.dtype
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.shape, (tuple, list)):
+            raise TypeError(f"buffer {self.name!r}: shape is {self.shape!r}; a tuple is needed, also of one, e.g. ('tokens',)")
+        for size in self.shape:
+            if size not in ("tokens", "rows") and not (isinstance(size, Integral) and size >= 0):
+                raise ValueError(f"buffer {self.name!r}: {size!r} in its shape; accepted are 'tokens', 'rows' and whole numbers from 0 on")
+        if not isinstance(self.dtype, torch.dtype):
+            raise TypeError(f"buffer {self.name!r}: dtype is {self.dtype!r}; a torch.dtype is needed, e.g. torch.int32")
+
+
+def check_entries(needs: object) -> None:
+    """Raise TypeError or ValueError for what the core cannot allocate among `needs`' cache groups, columns and buffers."""
+    for field_name, kind in (("cache_groups", CacheGroup), ("columns", Column), ("buffers", StaticBuffer)):
+        entries: object = getattr(needs, field_name)
+        if not isinstance(entries, (tuple, list)):
+            raise TypeError(f"{type(needs).__name__}: {field_name} is {entries!r}; a tuple is needed, also of one, e.g. (one,)")
+        if strangers := [entry for entry in entries if not isinstance(entry, kind)]:
+            raise TypeError(f"{type(needs).__name__}: {field_name} has {strangers[0]!r}; every entry must be a {kind.__name__}")
+        for group in entries:
+            if isinstance(group, CacheGroup):
+                check_group(group)
+
 
 @dataclass(frozen=True)
 class Needs:
@@ -85,7 +108,8 @@ class Needs:
     media: MediaNeeds | None = None
 
     def __post_init__(self) -> None:
-        for field_name in ("cache_groups", "columns", "buffers", "tap_points", "results"):
+        check_entries(self)
+        for field_name in ("tap_points", "results"):
             value = getattr(self, field_name)
             if not isinstance(value, (tuple, list)):
                 raise TypeError(f"Needs: {field_name} is {value!r}; a tuple is needed, also of one, e.g. (one,)")
@@ -291,7 +315,8 @@ class ModelState(ABC):
         hidden: [T, H] embeddings, may be overwritten. positions: what `positions` returned. attention: group name -> callable
         `(q, k, v, layer) -> [T, num_heads * head_dim]`, which writes k and v at the step's slots; of a group that does not attend, only
         its `meta` is of use. caches: group name -> [num_pages, num_layers, *page_shape]. tap: call it as `hidden = tap(name, hidden)` at
-        declared tap points.
+        declared tap points. The warm-up checks the shapes and types that attention is called with, and that some step calls each declared
+        point and none calls another; later steps check nothing.
         Returns [T, H], normalised, ready for `logits`.
 
         A state that `narrows` takes one more argument, by keyword: `sampled: torch.Tensor | None = None`, [n] int64, the last token of each

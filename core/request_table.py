@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from modelrunner.batch import EMPTY_PATCH, Int32Array, Patch
+from modelrunner.batch import EMPTY_PATCH, Columns, Int32Array, Patch
 
 NUMPY_DTYPES: dict[torch.dtype, type[np.generic]] = {torch.int32: np.int32, torch.int64: np.int64, torch.float32: np.float32}
 RUN_OVERHEAD = 4  # words that a run costs in a packed patch beside its own: destination (2), length (1), start (1)
@@ -43,6 +44,10 @@ class Column:
     on_device: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise TypeError(f"column {self.name!r}: a text that is not empty is needed as its name")
+        if not isinstance(self.width, Integral) or not isinstance(self.default, Real):
+            raise TypeError(f"column {self.name!r}: width {self.width!r} must be a whole number and default {self.default!r} a number")
         if self.dtype not in NUMPY_DTYPES:
             raise ValueError(f"column {self.name!r}: dtype {self.dtype} is not one of {sorted(map(str, NUMPY_DTYPES))}")
         if self.width < 1 or (self.seats is not None and self.seats < 0):
@@ -97,7 +102,7 @@ class RequestTable:
                 end = self._place(column.name, Column(column.name, torch.int32, default=-1), self.num_rows, end)
                 end = self._place(f"{column.name}.seats", column, column.seats + 1, end)
         self.arena = torch.zeros(end, dtype=torch.int32, device=torch_device)
-        self.columns = {name: self._view(region) for name, region in self.regions.items()}
+        self.columns = Columns({name: self._view(region) for name, region in self.regions.items()})
         for name, region in self.regions.items():
             self.columns[name].fill_(region.column.default)
         self.scalars = [r for n, r in self.regions.items() if r.column.width == 1 and r.column.words == 1 and not n.endswith(".seats")]

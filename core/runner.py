@@ -22,6 +22,7 @@ from modelrunner.batch import EDITED, EMPTY_PATCH, LOGGED, Feature, Outcome, Pla
 from modelrunner.device import Event
 from modelrunner.errors import EngineError, PluginError
 from modelrunner.graphs import CAPTURED, DraftKinds, GraphReport, Key, StepGraphs
+from modelrunner.model_state import Yes, answer_of
 from modelrunner.runner_parts import Parts, Route
 from modelrunner.step_buffers import Buckets, PlanPacker, Shape
 from modelrunner.step_logprobs import NOTHING, Asked
@@ -79,7 +80,8 @@ class Runner:
         return self.work.parts
 
     def warm_up(self) -> None:
-        """Run steps of a dead row, one of each kind of tail, so that what cannot run fails at start-up and not at the first request."""
+        """Run steps of a dead row, one of each kind of tail and a prompt, so that what cannot run fails at start-up and not at the first
+        request."""
         plan = self._blank_plan()
         self.state.fill_dummy(self.buffers.batch(plan, self.buckets.shape(plan), self.parts.table.columns))
         sampler = self.parts.sampler
@@ -94,6 +96,7 @@ class Runner:
             plans += tuple(replace(each, features=each.features | Feature.MEDIA) for each in prompts)
             kinds.append(replace(plan, features=Feature.MEDIA))
         plans += tuple(blank_plans.crowd(plan, self.parts.layouts, n, self.max_tokens, longest) for n in self._crowds())
+        kinds.append(replace(prompts[0], features=Feature.GREEDY))
         self._build_all(plan, plans)
         self._rewind()
         self.work.warming_up = True
@@ -102,6 +105,8 @@ class Runner:
             if records[0, Record.ROW] != self.scratch_row:
                 raise PluginError(f"the step's record names row {records[0, Record.ROW]}, not {self.scratch_row} (operation write_record)")
         self.work.warming_up = False
+        if isinstance(answer_of(self.state, "taps"), Yes):
+            self.work.tap_names.require_all()
 
     def _crowds(self) -> Sequence[int]:
         """Rows of long steps without a graph, some for each kind of kernel that they have."""

@@ -26,13 +26,19 @@ from modelrunner.weights import Target, WeightMap, store
 @dataclass(frozen=True)
 class Drafting:
     """The drafter of an engine. policy: how many drafts steps have. capture_problem: why `propose` is not captured with the step; empty if
-    it is. shared_map: where its tensors go, if they come with the target's."""
+    it is. shared_map: where its tensors go, if they come with the target's. name: of its offer and plugin, for messages."""
 
     drafter: Drafter
     needs: DrafterNeeds
     policy: DraftPolicy
     capture_problem: str = ""
     shared_map: WeightMap | None = None
+    name: str = ""
+
+    @property
+    def label(self) -> str:
+        """The drafter, for messages."""
+        return f"drafter {self.name or type(self.drafter).__name__}"
 
     @property
     def most(self) -> int:

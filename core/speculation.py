@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from modelrunner.model_state import CacheGroup, No, StaticBuffer, Yes
+from modelrunner.model_state import CacheGroup, No, StaticBuffer, Yes, check_entries
 
 if TYPE_CHECKING:
     import torch
@@ -81,6 +81,7 @@ class DrafterNeeds:
     capture_reason: str = ""
 
     def __post_init__(self) -> None:
+        check_entries(self)
         if self.capture == "none" and not self.capture_reason:
             raise ValueError("capture is 'none' without a capture_reason; say why proposing cannot be captured into a graph")
         for name in ("max_tokens", "max_model_len"):

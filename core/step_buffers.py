@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from modelrunner.batch import Batch, Feature, Int32Array, Patch, Plan
+from modelrunner.batch import Batch, Buffers, Feature, Int32Array, Patch, Plan
 from modelrunner.media_steps import MediaSteps
 from modelrunner.model_state import Needs
 from modelrunner.page_pool import GroupLayout
@@ -144,10 +144,10 @@ class StepBuffers:
         self.num_drafted = rows(torch.int32)
         self.sampled = torch.zeros(lines, needs.hidden_size, dtype=dtype, device=device)  # from a captured body to its tail
         sizes = {"tokens": max_tokens, "rows": max_rows}
-        self.extra = {
-            b.name: torch.zeros([sizes[s] if isinstance(s, str) else s for s in b.shape], dtype=b.dtype, device=device)
+        self.extra = Buffers(
+            (b.name, torch.zeros([sizes[s] if isinstance(s, str) else s for s in b.shape], dtype=b.dtype, device=device))
             for b in needs.buffers
-        }
+        )
 
     def row_inputs(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Views of the staged plan: rows, generations, num_query [N], query_start [N+1], int32."""

@@ -23,6 +23,7 @@ from modelrunner.extras import Extras
 from modelrunner.media_steps import media_steps
 from modelrunner.model_state import Tap
 from modelrunner.runner_parts import Parts
+from modelrunner.start_checks import CheckedAttention, TapNames
 from modelrunner.step_buffers import PlanPacker, Shape, StepBuffers
 from modelrunner.step_logprobs import NOTHING, Asked, StepLogprobs
 from modelrunner.tap_set import ActiveTaps
@@ -51,7 +52,8 @@ class StepWork:
         self.groups = [layout.name for layout in parts.layouts if layout.name not in self.draft_groups]
         self.layer_index = {g.group.name: {layer: i for i, layer in enumerate(g.group.layers)} for g in parts.layouts}
         self.caches = self._own_caches()
-        self.warming_up = False  # without graphs, and with a check of what the model state returns
+        self.warming_up = False  # without graphs, and with checks of what the model state calls and returns
+        self.tap_names = TapNames(type(parts.state).__name__, parts.needs.tap_points)
 
     def _own_caches(self) -> Mapping[str, torch.Tensor]:
         return ByGroup((name, self.parts.caches[name]) for name in self.groups)
@@ -97,22 +99,24 @@ class StepWork:
         return self.parts.drafting is not None and bool(self.parts.drafting.capture_problem)
 
     def _draft_of(self, batch: Batch, num_next: int, captured: bool) -> Callable[[], None]:
-        parts, drafting = self.parts, self.drafting
+        parts, drafting, checked = self.parts, self.drafting, self.warming_up
         assert drafting is not None, "there is no drafter"
-        attention = ByGroup((name, bind(parts, name, batch, captured)) for name in self.draft_groups)
+        attention = ByGroup((name, bind(parts, name, batch, captured, checked)) for name in self.draft_groups)
 
         @torch.inference_mode()
         def work() -> None:
-            drafting.run(batch, num_next, attention, parts, captured)
+            drafting.run(batch, num_next, attention, parts, captured, checked)
 
         return work
 
     def _attention(self, batch: Batch, captured: bool) -> Mapping[str, BoundAttention]:
-        backends = self.parts.backends
-        return ByGroup(
-            (name, BoundAttention(backends[name], self.layer_index[name], self._metadata(backends[name], batch, captured)))
-            for name in self.groups
-        )
+        return ByGroup((name, self._bound(self.parts.backends[name], batch, captured)) for name in self.groups)
+
+    def _bound(self, backend: AttentionBackend, batch: Batch, captured: bool) -> BoundAttention:
+        places, meta = self.layer_index[backend.group.name], self._metadata(backend, batch, captured)
+        if self.warming_up:
+            return CheckedAttention(backend, places, meta, f"{type(self.state).__name__}.forward", self.parts.dtype)
+        return BoundAttention(backend, places, meta)
 
     def _metadata(self, backend: AttentionBackend, batch: Batch, captured: bool) -> AttentionMeta:
         return self.state.attention_metadata(backend.group, batch, attention_meta(backend.group, batch, captured))
@@ -215,6 +219,8 @@ class StepWork:
         hidden = self.buffers.hidden[: batch.num_tokens]
         if self.drafting is not None:
             tap = self.drafting.tapping(tap, batch.num_tokens)
+        if self.warming_up:
+            tap = self.tap_names.noting(tap)
         for bound in attention.values():
             bound.begin()
         written: object = state.embed(batch, hidden)

@@ -16,12 +16,14 @@ import torch
 
 from modelrunner.batch import Feature, Finish, Outcome, Record
 from modelrunner.errors import ModelRunnerError, PluginError, RequestError
+from modelrunner.model_state import StaticBuffer
 from modelrunner.request_table import NUMPY_DTYPES, Column
+from modelrunner.start_checks import fits, told
 from modelrunner.taps import Result, Tap, digest
 
 if TYPE_CHECKING:
     from modelrunner.batch import Batch
-    from modelrunner.model_state import ModelState, Needs, StaticBuffer
+    from modelrunner.model_state import ModelState, Needs
     from modelrunner.request import Request
     from modelrunner.rows import HostRows
     from modelrunner.settings import RunnerSettings
@@ -46,6 +48,11 @@ class StateOutputs(Tap):
 
     def outputs(self, batch: Batch) -> Mapping[str, torch.Tensor]:
         return self.state.outputs(batch)
+
+
+def label(tap: Tap) -> str:
+    """Whose results they are, for messages."""
+    return f"{type(tap.state).__name__}.outputs" if isinstance(tap, StateOutputs) else f"tap {tap.name!r}"
 
 
 @dataclass(frozen=True)
@@ -83,6 +90,23 @@ def applied(tap: Tap, point: str, hidden: torch.Tensor, batch: Batch) -> torch.T
     return given
 
 
+def given_by(tap: Tap, batch: Batch) -> Mapping[str, torch.Tensor]:
+    """What `tap.outputs` gives. Raises PluginError that names the tap for what it raises, and for anything but tensors by the names that
+    it declares."""
+    try:
+        given: object = tap.outputs(batch)
+    except (ModelRunnerError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise PluginError(f"{label(tap)} failed to give its outputs: {type(error).__name__}: {error}") from error
+    declared = [result.name for result in tap.results]
+    if not isinstance(given, Mapping):
+        raise PluginError(f"{label(tap)} gave {given!r} for its outputs; a mapping of {declared} to tensors is needed")
+    if set(given) != set(declared):
+        raise PluginError(f"{label(tap)} gave the outputs {sorted(map(str, given))}; it declares {declared}")
+    return given
+
+
 class ActiveTaps:
     """The taps that some row of a step asks for. points: tap point -> the taps to call there, in loading order."""
 
@@ -111,15 +135,13 @@ class ActiveTaps:
     def write(self, batch: Batch, packed: torch.Tensor) -> None:
         """D. Put the step's results into `packed` [N, record bytes] uint8. Raises PluginError for a result that is not as declared."""
         for tap, fields in self._reporting:
-            given, declared = tap.outputs(batch), [field.result.name for field in fields]
-            if sorted(given) != sorted(declared):
-                raise PluginError(f"tap {tap.name!r} gave the outputs {sorted(given)}; it declares {declared}")
+            given = given_by(tap, batch)
             for field in fields:
                 value, want = given[field.result.name], (batch.num_rows, *field.result.shape)
-                if tuple(value.shape) != want or value.dtype != field.result.dtype:
+                if not fits(value, want, field.result.dtype):
                     raise PluginError(
-                        f"tap {tap.name!r} gave output {field.result.name!r} as {list(value.shape)} {value.dtype}; "
-                        f"it declares {list(want)} {field.result.dtype} (one entry per row of the step)"
+                        f"{label(tap)} gave output {field.result.name!r} as {told(value)}; it declares {list(want)} {field.result.dtype} "
+                        "(one entry per row of the step)"
                     )
                 packed[:, field.bytes].copy_(value.reshape(batch.num_rows, -1).contiguous().view(torch.uint8))
 
@@ -133,7 +155,7 @@ class TapSet:
     def __init__(self, taps: Sequence[tuple[str, Tap]], needs: Needs) -> None:
         """taps: (plugin, tap). Raises PluginError for taps that this model or each other rule out."""
         self.taps = [tap for _, tap in taps]
-        owners = {id(tap): plugin for plugin, tap in taps}
+        owners = self._owners = {id(tap): plugin for plugin, tap in taps}
         if len(taps) > MAX_TAPS:
             raise PluginError(f"{len(taps)} taps from plugins {sorted({plugin for plugin, _ in taps})}; an engine holds at most {MAX_TAPS}")
         for tap in self.taps:
@@ -166,9 +188,22 @@ class TapSet:
         return tuple(buffer for tap in self.taps for buffer in tap.buffers)
 
     def columns(self, settings: RunnerSettings) -> tuple[Column, ...]:
-        """H. Request-table columns of all taps."""
+        """H. Request-table columns of all taps. Raises PluginError that names the tap for what its `columns` raises, and for anything but
+        columns."""
         own = [Column(f"tap.{tap.name}", torch.int32) for tap in self.taps]
-        return (*own, *(column for tap in self.taps for column in tap.columns(settings)))
+        return (*own, *(column for tap in self.taps for column in self._columns(tap, settings)))
+
+    def _columns(self, tap: Tap, settings: RunnerSettings) -> Sequence[Column]:
+        who = f"tap {tap.name!r} of plugin {self._owners[id(tap)]!r}"
+        try:
+            given: object = tap.columns(settings)
+        except ModelRunnerError:
+            raise
+        except Exception as error:
+            raise PluginError(f"{who} failed to give its columns: {type(error).__name__}: {error}") from error
+        if not isinstance(given, (list, tuple)) or not all(isinstance(column, Column) for column in given):
+            raise PluginError(f"{who} gave the columns {given!r}; a tuple or list of Column is needed, () for none")
+        return given
 
     # ---- requests ------------------------------------------------------------------------------------------------
 
@@ -242,9 +277,16 @@ class TapSet:
 
 
 def check_points(tap: Tap, plugin: str, known: Sequence[str]) -> None:
-    """Raise PluginError unless the tap has a name and its points are among `known`."""
+    """Raise PluginError unless the tap has a name, its attributes are tuples of what they should hold, and its points are among `known`."""
     if not tap.name:
         raise PluginError(f"plugin {plugin!r} brings a tap without a name ({type(tap).__name__}); requests ask for taps by name")
+    for attribute, kind in {"points": str, "results": Result, "buffers": StaticBuffer}.items():
+        value = getattr(tap, attribute)
+        if not isinstance(value, (list, tuple)) or not all(isinstance(each, kind) for each in value):
+            raise PluginError(
+                f"tap {tap.name!r} of plugin {plugin!r} has {attribute} = {value!r}; a tuple of {kind.__name__} is needed, also of one, "
+                "e.g. (one,)"
+            )
     if missing := [point for point in tap.points if point not in known]:
         has = f"this model has {', '.join(known)}" if known else "this model has no tap points"
         raise PluginError(f"tap {tap.name!r} of plugin {plugin!r} wants the tap points {missing}; {has}. Look at model_info.tap_points")

@@ -18,9 +18,10 @@ from tqdm import tqdm  # type: ignore[import-untyped,unused-ignore]
 
 from modelrunner.checkpoint import CheckpointReader, DummyReader
 from modelrunner.errors import CheckpointError
-from modelrunner.linear import Linear, check_part
+from modelrunner.linear import Linear, check_part, check_slot
 
 LISTED = 10  # names of one kind that an error message lists
+KINDS = ("weight", "bias", "parameter")  # of a target
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,15 @@ class WeightMap:
         for name, targets in self.names.items():
             if not isinstance(targets, (tuple, list)) or not all(isinstance(target, Target) for target in targets):
                 raise TypeError(f"weight map, {name!r}: got {targets!r}; a tuple of Targets is needed, e.g. (Target('path.in.module'),)")
+            for target in targets:
+                if target.kind not in KINDS:
+                    accepted = ", ".join(map(repr, KINDS))
+                    raise ValueError(f"weight map, {name!r}: the target {target.path} is of kind {target.kind!r}; accepted: {accepted}")
+                if target.kind == "parameter" and target.part != 0:
+                    raise ValueError(
+                        f"weight map, {name!r}: the target {target.path} names part {target.part!r} of a plain parameter; only a Linear "
+                        "has parts, so leave `part` out"
+                    )
 
     def ignores(self, name: str) -> bool:
         return any(name.startswith(entry[:-1]) if entry.endswith("*") else name == entry for entry in self.ignored)
@@ -86,6 +96,19 @@ def slots(module: nn.Module) -> set[Slot]:
         if id(parameter) not in owned:
             found.add((path, 0, "parameter"))
     return found
+
+
+def check_parts(module: nn.Module, weight_map: WeightMap) -> None:
+    """Raise ValueError, with the checkpoint's name, for a target that names a part which its Linear lacks."""
+    layers = {path: child for path, child in module.named_modules() if isinstance(child, Linear)}
+    for name, targets in weight_map.names.items():
+        for target in targets:
+            if target.kind == "parameter" or target.part is None or target.path not in layers:
+                continue
+            try:
+                check_slot(layers[target.path], target.part, target.kind)
+            except ValueError as error:
+                raise ValueError(f"weight map, {name!r}: the target {target.path} names {error}, or None for all of them") from None
 
 
 def filled_by(module: nn.Module, target: Target) -> set[Slot]:
@@ -162,6 +185,7 @@ def load_weights(
     """Fill `module` from `reader`, or with seeded noise for a `dummy` checkpoint. through: what the reader's tensors go through, which may
     take out some that are not for the module. Raises CheckpointError, see `load_tensors`."""
     if isinstance(reader, DummyReader):
+        check_parts(module, weight_map)
         fill_dummy(module, seed)
     else:
         load_tensors(module, weight_map, through(reader.tensors()), progress=progress, source=str(reader.path))
@@ -181,8 +205,9 @@ def load_tensors(
     progress: a bar on standard error; None shows it only on a terminal. source: file or folder, for messages. writing: called before
     each write into the module.
     Raises CheckpointError that lists, up to ten each, tensors that are missing, that nobody expects, and that do not fit; or else
-    parameters that no tensor fills.
+    parameters that no tensor fills. Raises ValueError for a map that names parts which its Linear lacks, before anything is read.
     """
+    check_parts(module, weight_map)
     unfilled = slots(module)
     missing = set(weight_map.names) - weight_map.optional
     unexpected: list[str] = []

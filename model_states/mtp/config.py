@@ -9,8 +9,7 @@ from modelrunner.checkpoint import ModelCard
 from modelrunner.model_states.common.card import architecture_of, called
 from modelrunner.model_states.common.draft_layers import block_config, with_biases
 from modelrunner.model_states.dense.config import DenseConfig
-
-SOURCE = "model.mtp_layers.0"  # the module's name in the checkpoint
+from modelrunner.model_states.mtp import SOURCE
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from modelrunner.model_states.common.decoder_weights import HEAD_NORMS, Targets, layer_targets
 from modelrunner.model_states.dense.weights import NORMS, biased_linears
-from modelrunner.model_states.mtp.config import SOURCE, MTPConfig
+from modelrunner.model_states.mtp import SOURCE
+from modelrunner.model_states.mtp.config import MTPConfig
 from modelrunner.weights import Target, WeightMap
 
 OUTER_NORMS = {"token_layernorm": "token_norm", "hidden_layernorm": "hidden_norm", "final_layernorm": "norm"}

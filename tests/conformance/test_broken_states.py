@@ -196,8 +196,13 @@ class RemembersRows(DenseState):
 
 
 class SilentTap(DenseState):
+    """Silent in steps with prompts; a start finds one that always is."""
+
     def forward(self, hidden, positions, attention, caches, tap):
-        return super().forward(hidden, positions, attention, caches, lambda name, x: x if name == "layer.1" else tap(name, x))
+        def call(name, x):
+            return x if name == "layer.1" and len(x) > 1 else tap(name, x)
+
+        return super().forward(hidden, positions, attention, caches, call)
 
 
 class DeafTap(DenseState):

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import weakref
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from modelrunner.checkpoint import DummyReader
 from modelrunner.errors import CheckpointError
 from modelrunner.linear import LinearFactory, PlainScheme
 from modelrunner.offers import Decline
-from modelrunner.weights import Target, WeightMap, fill_dummy, load_tensors, slots
+from modelrunner.weights import Target, WeightMap, fill_dummy, load_tensors, load_weights, slots
 
 OPS = SimpleNamespace(matmul=torch.nn.functional.linear, matmul_add=lambda x, weight, residual: residual + x @ weight.T)
 
@@ -115,6 +118,34 @@ def test_names_that_are_one_text():
         WeightMap(MAP.names, ignored="rotary.*")
     with pytest.raises(TypeError, match=r"accepts is 'Acme'; a tuple of names is needed"):
         Decline("only this", accepts="Acme")
+
+
+def test_a_kind_that_nothing_has():
+    with pytest.raises(ValueError, match=r"weight map, 'a': the target fused is of kind 'wieght'; accepted: 'weight', 'bias', 'parameter'"):
+        WeightMap({"a": (Target("fused", 0, "wieght"),)})
+    with pytest.raises(ValueError, match=r"kind 'wieght'; a Linear takes 'weight' and 'bias'"):
+        Small().fused.load(0, torch.zeros(2, 3), "wieght")
+
+
+@pytest.mark.parametrize("part", [2, -1, "q"])
+def test_a_part_that_the_layer_lacks(part):
+    """Told before anything is read, and without weights too."""
+    mapping = WeightMap({**MAP.names, "b": (Target("fused", part),)})
+    told = re.escape(
+        f"weight map, 'b': the target fused names part {part!r} of a Linear of 2 parts; accepted: 0, 1, or None for all of them"
+    )
+    with pytest.raises(ValueError, match=told):
+        load_tensors(Small(), mapping, iter(()), progress=False)
+    with pytest.raises(ValueError, match=told):
+        load_weights(Small(), mapping, DummyReader(Path(), ""))
+    with pytest.raises(ValueError, match=r"of a Linear of 2 parts; accepted: 0, 1$"):
+        Small().fused.load(part, torch.zeros(4, 3))
+
+
+@pytest.mark.parametrize("part", [1, None])
+def test_a_part_of_a_plain_parameter(part):
+    with pytest.raises(ValueError, match=rf"weight map, 'embed': the target embed names part {part} of a plain parameter; only a Linear"):
+        WeightMap({"embed": (Target("embed", part, "parameter"),)})
 
 
 def test_bias_that_the_layer_lacks():

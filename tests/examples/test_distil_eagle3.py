@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+import modelrunner
+from modelrunner import SamplingParams
 from modelrunner.model_states import eagle3
 from tests.model_states.drafters import heads
 from tests.model_states.drafters.bench import Bench
@@ -58,6 +60,47 @@ def distilled(script: ModuleType, model: Any, written: list[list[int]]) -> tuple
         model, written, draft_vocab=96, epochs=6, steps=STEPS, rate=3e-3
     )
     return found
+
+
+class Writer:
+    """Stands for the model: prompts of 40 ids, answers as long as they may be or `answer` ids. made: ids of all texts."""
+
+    answer = 256
+    made = 0
+
+    def __init__(self, model: str, **settings: int) -> None:
+        self.rows = settings["max_num_seqs"]
+
+    def chat(self, conversations: Sequence[object], params: Sequence[SamplingParams]) -> list[SimpleNamespace]:
+        assert len(conversations) == len(params) <= self.rows
+        sizes = [min(self.answer, each.max_tokens or 0) for each in params]
+        type(self).made += sum(40 + size for size in sizes)
+        return [SimpleNamespace(prompt_token_ids=[1] * 40, outputs=[SimpleNamespace(token_ids=[2] * size)]) for size in sizes]
+
+
+@pytest.mark.parametrize("answer", [256, 7])
+@pytest.mark.parametrize("tokens", [1, 39, 296, 1000, 20_000])
+def test_texts_have_as_many_tokens_as_asked(script: ModuleType, monkeypatch: pytest.MonkeyPatch, tokens: int, answer: int) -> None:
+    """And the model writes hardly more than that: one text at most is cut, and nothing is made behind it."""
+    writer = type("Writer", (Writer,), {"answer": answer})
+    monkeypatch.setattr(modelrunner, "LLM", writer)
+    found = list(script.texts("", tokens, 32))
+    assert sum(map(len, found)) == tokens
+    assert all(len(ids) == 40 + answer for ids in found[:-1])
+    assert tokens <= writer.made <= tokens + 40 + answer
+
+
+@pytest.mark.parametrize("option", ["--tokens", "--rows"])
+def test_numbers_below_one_are_refused(script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: Any, option: str) -> None:
+    monkeypatch.setattr("sys.argv", ["distil_eagle3.py", "head", option, "0"])
+    with pytest.raises(SystemExit):
+        script.main()
+    assert f"{option} is 0; a whole number above 0 is needed" in capsys.readouterr().err
+
+
+def test_texts_that_are_too_short(script: ModuleType, model: Any) -> None:
+    with pytest.raises(ValueError, match="none of 1 texts has more than 4 tokens, as it takes to learn 3 drafts"):
+        script.distil(model, [[1, 2, 3]], draft_vocab=96, epochs=1)
 
 
 def test_it_learns_and_says_what_it_can_draft(

@@ -44,6 +44,13 @@ def test_a_drafter_is_asked_for_if_the_settings_name_one(capsys: pytest.CaptureF
     assert "winner: ngram of modelrunner:ngram" in out
 
 
+def test_a_checkpoint_without_the_module_that_should_draft(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out = run(capsys, tiny_dense(), device="cpu", **{"speculation.drafter": "mtp"})
+    assert code == 1
+    assert re.search(r"modelrunner:mtp declined: .* tensors is called model\.mtp_layers\.0\.\*", out)
+    assert "offers mtp" not in out
+
+
 @pytest.mark.parametrize(("setting", "value"), [("speculation.model", "some/head"), ("pin.drafter", "ngram")])
 def test_what_says_what_drafts_while_nothing_does_is_told(capsys: pytest.CaptureFixture[str], setting: str, value: str) -> None:
     """An engine refuses to start with it, so the report says so, and its status too."""

@@ -40,6 +40,8 @@ FORMS = (
     "Give me step-by-step advice on {}.",
     "Why does {} matter?",
 )
+ANSWER = 256  # tokens that the model writes after a prompt, at most
+LONGEST = ANSWER + 64  # tokens of most texts, at most: the prompts are short
 DECAY = 0.8  # weight of each further draft in the loss, as in EAGLE-3
 
 
@@ -139,21 +141,22 @@ class Head(nn.Module):
 
 
 def texts(model: str, num_tokens: int, rows: int) -> Iterator[list[int]]:
-    """Token ids of prompts with the model's continuations, `rows` at a time, until there are so many tokens."""
+    """Token ids of prompts with the model's continuations, at most `rows` at a time: `num_tokens` in all, since the last text is cut."""
     from modelrunner import LLM, SamplingParams
 
-    llm, total, number = LLM(model, max_num_seqs=rows, max_model_len=1024), 0, 0
+    llm, left, number = LLM(model, max_num_seqs=rows, max_model_len=1024), num_tokens, 0
     prompts = [form.format(subject) for form in FORMS for subject in SUBJECTS]
     random.Random(0).shuffle(prompts)  # however few are asked, they are of all kinds
-    while total < num_tokens:
-        batch = range(number, number + rows)
-        params = [SamplingParams(temperature=0.0 if i < len(prompts) else 0.8, seed=i, max_tokens=256) for i in batch]
+    while left > 0:
+        batch = range(number, number + min(rows, -(-left // LONGEST)))  # towards the end, no more than may be needed
+        params = [SamplingParams(temperature=0.0 if i < len(prompts) else 0.8, seed=i, max_tokens=min(ANSWER, left)) for i in batch]
         conversations = [[{"role": "user", "content": prompts[i % len(prompts)]}] for i in batch]
         for output in llm.chat(conversations, params):
-            ids = [*output.prompt_token_ids, *output.outputs[0].token_ids]
-            total += len(ids)
-            yield ids
-        number += rows
+            ids = [*output.prompt_token_ids, *output.outputs[0].token_ids][:left]
+            left -= len(ids)
+            if ids:
+                yield ids
+        number = batch.stop
 
 
 def load_target(model: str) -> Any:
@@ -205,6 +208,8 @@ def distil(
     config = head_config(own, min(draft_vocab, own.vocab_size), layers)
     ids = frequent(sequences, own.vocab_size, config["draft_vocab_size"])
     samples = [read(target, sequence, layers) for sequence in sequences if len(sequence) > steps + 1]
+    if not samples:
+        raise ValueError(f"none of {len(sequences)} texts has more than {steps + 1} tokens, as it takes to learn {steps} drafts; make more")
     embedding = target.get_input_embeddings().weight.detach().float()
     head = Head(config)
     head.lm_head.weight.data.copy_(target.get_output_embeddings().weight.detach()[ids])
@@ -265,11 +270,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path, help="folder to write the head to")
     parser.add_argument("--model", default="", help="hub id, folder or .gguf file of a chat model; the small one of `make demo` by default")
-    parser.add_argument("--tokens", type=int, default=40_000, help="tokens of text to learn from")
-    parser.add_argument("--vocab", type=int, default=8192, help="ids that the head can draft")
+    parser.add_argument(
+        "--tokens", type=int, default=40_000, help="tokens of text to learn from, prompts included; the last text is cut there"
+    )
+    parser.add_argument(
+        "--vocab", type=int, default=8192, help="ids that the head can draft, at most: those that the texts have most often"
+    )
     parser.add_argument("--epochs", type=int, default=8, help="passes over the texts")
-    parser.add_argument("--rows", type=int, default=32, help="texts that the model writes at once")
+    parser.add_argument("--rows", type=int, default=32, help="texts that the model writes at once, at most")
     chosen = parser.parse_args()
+    if least := [name for name in ("tokens", "vocab", "epochs", "rows") if getattr(chosen, name) < 1]:
+        parser.error(f"--{least[0]} is {getattr(chosen, least[0])}; a whole number above 0 is needed")
     begun = time.monotonic()
     sequences = list(texts(chosen.model, chosen.tokens, chosen.rows))
     print(f"{len(sequences)} texts of {sum(map(len, sequences))} tokens after {time.monotonic() - begun:.0f} s")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +16,10 @@ from modelrunner.checkpoint import ModelCard
 from modelrunner.errors import CheckpointError
 from modelrunner.model_states import draft_model, eagle, eagle3, medusa, mtp
 from modelrunner.model_states.common.card import called
+from modelrunner.model_states.common.drafting import tensor_names
 from modelrunner.model_states.draft_model.vocabulary import require_same_ids
 from modelrunner.model_states.eagle3.config import fused_layers
+from modelrunner.model_states.mtp.config import mtp_config
 from modelrunner.offers import Decline
 from modelrunner.testing import ByteTokenizer
 from tests.model_states.drafters import heads
@@ -85,9 +89,32 @@ def test_what_does_not_fit_the_target(
 
 
 def test_a_checkpoint_without_the_module(tmp_path: Path) -> None:
+    """The offer sees it from the names alone, and so does the drafter that reads them all."""
+    _, card = read_card(heads.write(tmp_path / "plain", heads.TARGET, heads.target_tensors()))
+    told = r"none of its 30 tensors is called model.mtp_layers.0.\*"
+    answer = mtp.drafter(None, SimpleNamespace(card=card))
+    assert isinstance(answer, Decline)
+    assert re.search(f"^plain has no module for multi-token prediction: {told}$", answer.reason)
+    with pytest.raises(ValueError, match=told):
+        mtp_config(card, tensor_names(card))
+
+
+def test_the_names_that_tell_of_the_module(tmp_path: Path) -> None:
+    """Those of an index, without a look into its files; of a GGUF file those of the card. Where they are not told, the offer stands."""
     folder = heads.write(tmp_path / "plain", heads.TARGET, heads.target_tensors())
-    with pytest.raises(ValueError, match=r"none of its 30 tensors is called model.mtp_layers.0.\*"):
-        Bench(folder, mtp, None)
+    _, card = read_card(folder)
+
+    def answer(card: ModelCard) -> str:
+        return type(mtp.drafter(card, SimpleNamespace(card=None))).__name__
+
+    own = f"{mtp.SOURCE}.input_proj.weight"
+    for names, said in (([own, "a"], "Offer"), (["a", "b"], "Decline")):
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(names, "model.safetensors")}))
+        assert answer(card) == said
+        assert answer(replace(card, format="gguf", metadata={"gguf.tensor_names": tuple(names)})) == said
+    assert answer(replace(card, format="dummy")) == answer(replace(card, format="torch")) == "Offer"
+    (folder / "model.safetensors.index.json").write_text("{")
+    assert answer(card) == "Offer", "what is wrong with the file is told when it is read"
 
 
 def test_which_hidden_states_are_fused(tmp_path: Path) -> None:
