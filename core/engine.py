@@ -326,8 +326,8 @@ class Engine:
 
         tensors: every tensor of a checkpoint under its checkpoint name, in pairs or a mapping, on any device. version: their name, for
         `RequestOutput.weight_version`; None for the number of updates so far. A running request keeps its tokens, and what the cache holds
-        of it is computed again, so that each later token comes from one version of the weights. Cached prefixes are forgotten. Scales of a
-        cache in 8 bits are replaced by those among the tensors, and else stay.
+        of it is computed again, so that each later token, and the log-probs of a prompt, come from one version of the weights. Cached
+        prefixes are forgotten. Scales of a cache in 8 bits are replaced by those among the tensors, and else stay.
         Outputs collected on the way come from the next `step`.
 
         Raises CheckpointError when the tensors do not fit (see `weights.load_tensors`). When some had been stored by then, the weights are
@@ -338,6 +338,9 @@ class Engine:
         self._pause()
         self.scheduler.reset_prefix_cache()
         self.weights.replace(pairs(tensors))
+        for request in self.requests.values():
+            if request.logprobs is not None and request.logprobs.lacks_prompt:
+                request.logprobs.prompt.clear()
         self.media.reset()
         self.outputs.weight_version = str(self.weights.num_updates) if version is None else version
         self.scheduler.reset_prefix_cache(self.weight_version.encode())

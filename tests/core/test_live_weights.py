@@ -54,6 +54,22 @@ def test_running_requests_go_on_with_the_new_weights(depth: int, params: Samplin
     EngineProbe(driver).assert_clean()
 
 
+def test_log_probs_of_a_prompt_are_of_one_version() -> None:
+    """Also where the update comes between two chunks of the prompt."""
+    params, prompt = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0), P(40, 1)
+    driver = Driver(dense(1).engine(depth=1, tokens=8, rows=1))
+    driver.add("r", prompt, params)
+    driver.step()
+    driver.step()
+    assert not driver.num_tokens("r")
+    driver.engine.update_weights(tensors(dense(2)), "new")
+    driver.finish()
+    with dense(2).llm() as llm:
+        (want,) = llm.generate(prompt, params, use_tqdm=False)
+    given = [[next(iter(entry.values())).logprob for entry in output.prompt_logprobs[1:]] for output in (driver.final("r"), want)]
+    torch.testing.assert_close(torch.tensor(given[0]), torch.tensor(given[1]), rtol=0, atol=1e-4)
+
+
 def test_versions_are_named_and_keep_cached_prefixes_apart() -> None:
     driver = Driver(dense(1).engine())
     seen = []
