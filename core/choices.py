@@ -42,6 +42,7 @@ class Told:
     def __init__(self, request: Request) -> None:
         self.id = request.id
         self.kind = request.params.output_kind
+        self._asks = request.params.logprobs is not None
         self._last: list[RequestOutput | None] = [None] * request.params.n
         self._new: dict[int, RequestOutput] = {}
 
@@ -51,7 +52,8 @@ class Told:
 
     def take(self, choice: int, output: RequestOutput) -> RequestOutput | None:
         """Take in an output of a choice. An output for the caller, if that one must go out first."""
-        first = self.output() if self.kind is OutputKind.DELTA and choice in self._new else None
+        unlike = choice in self._new or any(each.weight_version != output.weight_version for each in self._new.values())
+        first = self.output() if self.kind is OutputKind.DELTA and unlike else None
         self._last[choice] = self._new[choice] = output
         return first
 
@@ -72,16 +74,17 @@ class Told:
             base if self._last[0] is None else self._last[0],
             request_id=self.id,
             prompt_logprobs=prompt_logprobs,
-            outputs=[completion(i, output) for i, output in shown.items()],
+            outputs=[self._completion(i, output) for i, output in shown.items()],
             finished=finished,
             metrics=merged([output.metrics for output in known], finished),
             weight_version=base.weight_version,
         )
 
-
-def completion(choice: int, output: RequestOutput | None) -> CompletionOutput:
-    """The answer of a choice, empty if nothing is known of it."""
-    return CompletionOutput(choice, "", []) if output is None else replace(output.outputs[0], index=choice)
+    def _completion(self, choice: int, output: RequestOutput | None) -> CompletionOutput:
+        """The answer of a choice, empty if nothing is known of it."""
+        if output is not None:
+            return replace(output.outputs[0], index=choice)
+        return CompletionOutput(choice, "", [], logprobs=[], cumulative_logprob=0.0) if self._asks else CompletionOutput(choice, "", [])
 
 
 def merged(metrics: Sequence[RequestMetrics], finished: bool) -> RequestMetrics:

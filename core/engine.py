@@ -338,9 +338,7 @@ class Engine:
         self._pause()
         self.scheduler.reset_prefix_cache()
         self.weights.replace(pairs(tensors))
-        for request in self.requests.values():
-            if request.logprobs is not None and request.logprobs.lacks_prompt:
-                request.logprobs.prompt.clear()
+        self.outputs.age(self.requests.values())
         self.media.reset()
         self.outputs.weight_version = str(self.weights.num_updates) if version is None else version
         self.scheduler.reset_prefix_cache(self.weight_version.encode())

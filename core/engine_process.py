@@ -248,7 +248,10 @@ class EngineLoop:
 
     def _note(self, output: RequestOutput) -> None:
         """Put an engine's output, which holds what is new, into the message."""
-        number, completion, turn = self._numbers[output.request_id], output.outputs[0], self._turn
+        number, completion = self._numbers[output.request_id], output.outputs[0]
+        if (held := self._facts.get(number)) is not None and held.weight_version != output.weight_version:
+            self._send()  # facts of a message are of all its tokens
+        turn = self._turn
         if count := len(completion.token_ids):
             if completion.logprobs is not None:
                 turn.logprobs[len(turn.numbers)] = completion.logprobs

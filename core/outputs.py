@@ -6,7 +6,7 @@ Only requests that stream or have stop strings are looked at while they run; all
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -201,12 +201,21 @@ class OutputProcessor:
             request.finish_reason, request.stop_reason = "error", failed_text(error)
             return ""
 
+    def age(self, requests: Iterable[Request]) -> None:
+        """The weights are about to get another version: what waiting requests have is of this one, and a prompt that is not computed to its
+        end has no log-probs any more."""
+        for request in requests:
+            if (count := len(request.output_token_ids)) > request.older[0]:
+                request.older = count, self.weight_version
+            if request.logprobs is not None and request.logprobs.lacks_prompt:
+                request.logprobs.prompt.clear()
+
     def _output(self, request: Request, prompt_token_ids: Sequence[int], text: str, token_ids: list[int], start: int) -> RequestOutput:
         ended = request.finish_reason is not None
         metrics = RequestMetrics(request.arrival, request.first_token_time, self._clock() if ended else None, request.num_preemptions)
         extra = {} if self._extra is None else self._extra(request, start, start + len(token_ids))
         logprobs, total = self.logprobs.output(request, start, start + len(token_ids))
-        drafts = request.num_drafted, request.num_accepted
+        drafts, (old, version) = (request.num_drafted, request.num_accepted), request.older
         completion = CompletionOutput(0, text, token_ids, request.finish_reason, request.stop_reason, extra, logprobs, total, *drafts)
         return RequestOutput(
             request.id,
@@ -216,7 +225,7 @@ class OutputProcessor:
             ended,
             metrics,
             num_cached_tokens=request.num_cached_tokens,
-            weight_version=self.weight_version,
+            weight_version=version if 0 < start + len(token_ids) <= old else self.weight_version,
             prompt_logprobs=self._prompt_logprobs(request),
         )
 

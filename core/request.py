@@ -114,7 +114,8 @@ class Request:
     logprobs: None if it asks for none. failure: what a function of `params.logits_processors` did wrong. choice: which of several answers
     to its prompt. fork: names the requests that share this prompt, of which one computes it. draft_values: column values that the drafter
     gave. num_draft: most drafts that a step checks for it. num_drafted, num_accepted: drafts checked and kept, known when its row is
-    released. media: of its prompt. parcel: these at a front end, to be sent to the engine.
+    released. older: output tokens at the last update of the weights, and the version that gave the last of them. media: of its prompt.
+    parcel: these at a front end, to be sent to the engine.
     """
 
     id: str
@@ -148,6 +149,7 @@ class Request:
     grammar_way: str | None = None
     logprobs: RequestLogprobs | None = None
     failure: str | None = None
+    older: tuple[int, str] = (0, "")
     choice: int = 0
     fork: str | None = None
     draft_values: dict[str, Any] = field(default_factory=dict)

@@ -11,7 +11,7 @@ from engine_world import last, outputs, run, start, wait_until
 from modelrunner import LLM, AsyncLLM, SamplingParams
 from modelrunner.errors import RequestError
 from modelrunner.request import OutputKind
-from modelrunner.testing import P, dense, options
+from modelrunner.testing import P, assert_tokens, dense, options, ref
 
 GREEDY = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
 
@@ -63,6 +63,47 @@ def test_logprobs_belong_to_their_tokens(beside: Any, engine: dict[str, Any]) ->
         assert beside is not None or llm.stats().preemptions > 0
     finally:
         llm.close()
+
+
+def test_tokens_name_the_weights_that_gave_them() -> None:
+    """Also where one turn brings tokens from before and after an update, as one does in which an id is used again."""
+    llm, params = start(rows=8, pages=128), GREEDY.model_copy(update={"max_tokens": 150, "output_kind": OutputKind.DELTA})
+
+    async def go(seed: int) -> list[tuple[int, str]]:
+        found: list[tuple[int, str]] = []
+        begun = asyncio.Event()
+
+        async def follow() -> None:
+            async for output in llm.generate(P(20, seed), params):
+                found.extend((token, output.weight_version) for token in output.outputs[0].token_ids)
+                if len(found) > 10:
+                    begun.set()
+
+        following = asyncio.ensure_future(follow())
+        await begun.wait()
+        other = llm.generate(P(5, 9), GREEDY, "again")
+        await anext(other)
+        update = asyncio.ensure_future(llm.update_weights(dense(2).model, "second"))
+        await asyncio.sleep(0)
+        llm.abort("again")
+        assert await last(llm, P(5, 9), SamplingParams(max_tokens=2), request_id="again")
+        await asyncio.gather(update, following)
+        await other.aclose()
+        await llm.update_weights(dense().model, "0")
+        return found
+
+    try:
+        told = [run(go(seed)) for seed in range(4)]
+    finally:
+        llm.close()
+    parts = [[[token for token, its in each if its == version] for version in ("0", "second")] for each in told]
+    assert any(after for _, after in parts)
+    for seed, (before, after) in enumerate(parts):
+        assert [token for token, _ in told[seed]] == before + after
+        for subject, prompt, got in ((dense(), P(20, seed), before), (dense(2), P(20, seed) + before, after)):
+            if got:
+                want = ref(subject, prompt, GREEDY.model_copy(update={"max_tokens": len(got)}))
+                assert_tokens(subject, prompt, got, want.token_ids, greedy=True)
 
 
 def test_what_cannot_be_sent_is_refused_and_large_numbers_can() -> None:

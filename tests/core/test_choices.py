@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from engine_world import start
 
 from modelrunner import LLM, AsyncLLM, RequestOutput, SamplingParams, StructuredOutputsParams
+from modelrunner.choices import Told
 from modelrunner.errors import RequestError
+from modelrunner.request import Request
 from modelrunner.testing import Driver, EngineProbe, P, Subject, dense, mixed, scripted
 
 SEEDED = SamplingParams(n=4, temperature=1.0, seed=11, max_tokens=10, ignore_eos=True)
@@ -155,6 +158,35 @@ def test_choices_end_by_themselves() -> None:
         assert output.finished == (output is driver.outputs["new"][-1])
     assert text == [completion.text for completion in want]
     assert tokens == [list(completion.token_ids) for completion in want]
+
+
+def test_answers_that_have_not_begun_have_no_log_probs_yet() -> None:
+    """They have lists of none, not None, if log-probs are asked for."""
+    driver = Driver(dense().engine(depth=1, rows=1))
+    driver.add("a", P(9, 1), SEEDED.model_copy(update={"logprobs": 1, "max_tokens": 3}))
+    driver.add("b", P(9, 2), SEEDED.model_copy(update={"max_tokens": 3}))
+    driver.finish()
+    for completion in (each for output in driver.outputs["a"] for each in output.outputs):
+        assert completion.logprobs is not None
+        assert len(completion.logprobs) == len(completion.token_ids)
+        assert completion.cumulative_logprob is not None
+        assert (completion.cumulative_logprob < 0) == bool(completion.token_ids)
+    assert {each.logprobs for output in driver.outputs["b"] for each in output.outputs} == {None}
+
+
+def test_tokens_of_two_versions_are_told_apart() -> None:
+    """Deltas of two answers are one output only where the same weights gave them."""
+    driver = Driver(dense().engine())
+    driver.add("a", P(9, 1), SamplingParams(max_tokens=1, output_kind="delta"))
+    driver.finish()
+    old, new = driver.final("a"), replace(driver.final("a"), weight_version="new")
+    told = Told(Request("t", P(9, 1), SamplingParams(n=3, output_kind="delta"), arrival=0, limit=99, seed=0))
+    assert told.take(0, old) is None
+    assert told.take(1, old) is None
+    first, rest = told.take(2, new), told.output()
+    assert first is not None
+    assert rest is not None
+    assert [(output.weight_version, [each.index for each in output.outputs]) for output in (first, rest)] == [("0", [0, 1]), ("new", [2])]
 
 
 def test_ids_are_in_use_until_all_choices_have_ended() -> None:

@@ -70,6 +70,21 @@ def test_log_probs_of_a_prompt_are_of_one_version() -> None:
     torch.testing.assert_close(torch.tensor(given[0]), torch.tensor(given[1]), rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("kind", list(OutputKind))
+def test_what_ends_before_its_next_token_names_the_version_of_its_last(kind: OutputKind) -> None:
+    driver = Driver(dense(1).engine(depth=1))
+    for name in "ab":
+        driver.add(name, P(20, 1), GREEDY.model_copy(update={"output_kind": kind}))
+    for _ in range(6):
+        driver.step()
+    for version in ("second", "third"):
+        driver.engine.update_weights(tensors(dense(2)), version)
+    driver.engine.abort("a")
+    driver.finish()
+    assert (driver.final("a").outputs[0].finish_reason, driver.final("a").weight_version) == ("abort", "0")
+    assert driver.final("b").weight_version == "third"
+
+
 def test_versions_are_named_and_keep_cached_prefixes_apart() -> None:
     driver = Driver(dense(1).engine())
     seen = []
